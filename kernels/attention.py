@@ -1,0 +1,137 @@
+"""Causal softmax attention with grouped key/value heads, the same bits in prefill, chunks, decode and packed batches.
+
+Shape legend: T tokens, H query heads, G key/value heads, D head size, S sequences; q [T, H, D], k and v [T, G, D].
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from .build import library
+from .linear import DTYPES
+from .ladder import Rung
+from .operation import operation, with_backward
+
+PAGE = 32  # keys per step of the online softmax; a cache block is a multiple of it
+
+
+def reference(q, k, v, *, scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+    """One sequence in float64: q [T, H, D], k and v [T', G, D] with T' >= T -> [T, H, D]. Vaswani et al. 2017, eq. 1."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = torch.einsum("thd,shd->hts", q.double(), k) * scale
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    age = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+    s = s.masked_fill((age < 0) | (age >= (window or len(k))), -torch.inf)
+    return torch.einsum("hts,shd->thd", s.softmax(-1), v).to(q.dtype)
+
+
+@cache
+def _kernel() -> ctypes.CDLL:
+    kernel, i, p, n, f = library("attention"), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+    kernel.attention_store.argtypes = [p, i, p, i, p, p, i, i, i, i, i, i, n, n]
+    kernel.attention.argtypes = [p, i, p, p, i, p, p, p, *[i] * 9, f, f, p, p, n, n]
+    return kernel
+
+
+def _pointer(x: torch.Tensor | None):
+    return None if x is None else x.data_ptr()
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()
+
+
+def _store(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    k, v, width = _rows(k), _rows(v), cache.element_size()
+    _, heads, block, _ = cache.shape
+    _kernel().attention_store(
+        k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), cache.data_ptr(), slots.data_ptr(), slots.shape[0], heads,
+        k.shape[-1], block, cache.stride(0) * width, cache.stride(1) * width, DTYPES[k.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _paged(q, cache, y, starts, lengths, table, scale, window, softcap, slopes, sinks) -> None:
+    q, width = _rows(q), cache.element_size()
+    _, kv_heads, block, _ = cache.shape
+    failed = _kernel().attention(
+        q.data_ptr(), q.stride(0), cache.data_ptr(), y.data_ptr(), y.stride(0), starts.data_ptr(), lengths.data_ptr(),
+        table.data_ptr(), table.stride(0), lengths.shape[0], q.shape[1], kv_heads, q.shape[2], block,
+        cache.stride(0) * width, cache.stride(1) * width, window, scale, softcap, _pointer(slopes), _pointer(sinks),
+        DTYPES[q.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        raise ValueError(f"attention: head size {q.shape[2]} (a multiple of 16 up to 512), cache block {block} (a multiple of 32), {q.shape[1]} query heads over {kv_heads}")
+
+
+def _packed(q, k, v, query_starts, key_starts, scale, window, softcap, slopes, sinks) -> torch.Tensor:
+    lengths = (key_starts[1:] - key_starts[:-1]).to(torch.int32)
+    pages = (lengths + PAGE - 1) // PAGE
+    first = torch.cumsum(pages, 0) - pages
+    table = (first[:, None] + torch.arange(max(int(pages.max()), 1))).to(torch.int32)
+    cache = torch.empty(int(pages.sum()), k.shape[1], PAGE, 2 * k.shape[2], dtype=k.dtype)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths.long())
+    slots = first[sequence].long() * PAGE + torch.arange(k.shape[0]) - key_starts[sequence].long()
+    _store(k, v, cache, slots)
+    y = torch.empty(q.shape, dtype=q.dtype)
+    _paged(q, cache, y, query_starts.to(torch.int32), lengths, table, scale, window, softcap, slopes, sinks)
+    return y
+
+
+def _remember(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.scale, ctx.window, ctx.softcap, ctx.slopes, ctx.sinks = inputs[5:10]
+
+
+def _backward(ctx, grad):
+    """Gradients of the plain formula, one sequence at a time, in float32 (Vaswani et al. 2017, eq. 1)."""
+    if ctx.slopes is not None or ctx.sinks is not None:
+        raise ValueError("attention: no backward with ALiBi slopes or sinks")
+    q, k, v, query_starts, key_starts = ctx.saved_tensors
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    for i in range(len(query_starts) - 1):
+        a, b = slice(query_starts[i], query_starts[i + 1]), slice(key_starts[i], key_starts[i + 1])
+        with torch.enable_grad():
+            parts = [x.detach().float().requires_grad_() for x in (q[a], k[b], v[b])]
+            y = _plain(*parts, ctx.scale, ctx.window, ctx.softcap)
+            for total, part, rows in zip(grads, torch.autograd.grad(y, parts, grad[a].float()), (a, b, b), strict=True):
+                total[rows] = part.to(total.dtype)
+    return *grads, *[None] * 8
+
+
+def _plain(q, k, v, scale, window, softcap) -> torch.Tensor:
+    share = q.shape[1] // k.shape[1]
+    age = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+    visible = (age >= 0) & (age < (window or len(k)))
+    q, k, v = q.transpose(0, 1), k.repeat_interleave(share, 1).transpose(0, 1), v.repeat_interleave(share, 1).transpose(0, 1)
+    if not softcap:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale).transpose(0, 1)
+    s = softcap * torch.tanh(q @ k.transpose(1, 2) * scale / softcap)
+    return (s.masked_fill(~visible, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+_SETTINGS = "float scale, int window, float softcap, Tensor? slopes, Tensor? sinks, str site"
+store = operation("attention_store(Tensor k, Tensor v, Tensor(a!) cache, Tensor slots, str site) -> ()", _store, shape=lambda *a: None)
+paged = operation(
+    f"attention_paged(Tensor q, Tensor cache, Tensor(a!) y, Tensor starts, Tensor lengths, Tensor table, {_SETTINGS}) -> ()",
+    _paged,
+    shape=lambda *a: None,
+)
+"""Rollout side: q [T, H, D] against a paged cache [blocks, G, block, 2 D] that `store` filled."""
+packed = operation(
+    f"attention(Tensor q, Tensor k, Tensor v, Tensor query_starts, Tensor key_starts, {_SETTINGS}) -> Tensor",
+    _packed,
+    shape=lambda q, *a: torch.empty_like(q),
+)
+"""Learner side: sequence i has queries query_starts[i]:query_starts[i+1] and keys key_starts[i]:key_starts[i+1]."""
+with_backward("attention", _backward, _remember)
+
+
+LADDER = (
+    Rung("keep"),
+    Rung("adopt", side="learner", seam="attention_impl", settings={"split_kv": True}),
+    Rung("pin", side="both", seam="attention_impl", settings={"split_kv": False}),
+    Rung("replace", side="both", seam="attention_impl"),
+)

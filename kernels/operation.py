@@ -1,0 +1,41 @@
+"""One opaque torch operation per kernel, with the count of its calls kept inside.
+
+Opaque, because torch.compile must neither look into it nor reorder it; counted inside, because a Python counter
+around the call stops at trace time, and a binding that did not run must not pass a check.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+CALLS: Counter[str] = Counter()
+"""Calls by site, in this process."""
+
+_NAMESPACE = __name__.split(".")[0]
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+
+
+def operation(schema: str, compute: Callable, *, shape: Callable | None = None) -> Callable:
+    """Registers `compute` as `<package>::<schema>` for CPU tensors and returns the operation.
+
+    Every schema ends with `str site`, by which the calls are counted. `shape` is the fake implementation.
+    """
+    name = schema.split("(")[0]
+    _LIBRARY.define(schema)
+
+    def counted(*arguments):
+        CALLS[arguments[-1]] += 1
+        return compute(*arguments[:-1])
+
+    _LIBRARY.impl(name, counted, "CPU")
+    if shape is not None:
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *a: shape(*a[:-1]), lib=_LIBRARY)
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+
+def with_backward(name: str, backward: Callable, remember: Callable) -> None:
+    """Gives the operation a backward; `remember(ctx, inputs, output)` saves what it needs."""
+    torch.library.register_autograd(f"{_NAMESPACE}::{name}", backward, setup_context=remember, lib=_LIBRARY)

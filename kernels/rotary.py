@@ -1,0 +1,73 @@
+"""Rotary position embedding (Su et al. 2021, eq. 34) at the rounding points of the modelling code.
+
+Shape legend: T tokens, D head size, R rotated size (R <= D); q [T, H * D], k [T, G * D], positions [T],
+table [positions, R] = cos and sin of R / 2 angles each, in the dtype of q.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .ladder import Rung
+from .operation import operation
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def _pairs(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> torch.Tensor:
+    """x [T, H, R], cos and sin [T, 1, R / 2]: both products and their sum are rounded, as tensors of x's dtype are."""
+    if neox:
+        return x * torch.cat((cos, cos), -1) + _halves(x) * torch.cat((sin, sin), -1)
+    return x * cos.repeat_interleave(2, -1) + _pairs(x) * sin.repeat_interleave(2, -1)
+
+
+def in_float32(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> torch.Tensor:
+    """The same in float32, rounded once."""
+    return reference(x.float(), cos.float(), sin.float(), neox).to(x.dtype)
+
+
+ROUNDINGS = {"each_product": reference, "once": in_float32}
+
+
+def _rotate(x, positions, table, size: int, neox: bool, rounding: str) -> torch.Tensor:
+    cos, sin = table[positions.flatten()].to(x.dtype)[:, None].chunk(2, -1)
+    heads, rotated = x.view(x.shape[0], -1, size), table.shape[-1]
+    y = ROUNDINGS[rounding](heads[..., :rotated], cos, sin, neox)
+    return (y if rotated == size else torch.cat((y, heads[..., rotated:]), -1)).reshape(x.shape)
+
+
+def _rotary(positions, q, k, table, size, neox, rounding):
+    # one pass over queries and keys together: a decode step is a few rows, so calls cost more than arithmetic
+    joined = _rotate(torch.cat((q, k), -1), positions, table, size, neox, rounding)
+    return joined[:, : q.shape[1]], joined[:, q.shape[1] :]
+
+
+_operation = operation(
+    "rotary(Tensor positions, Tensor q, Tensor k, Tensor table, int size, bool neox, str rounding, str site) -> (Tensor, Tensor)",
+    lambda *a: tuple(x.contiguous() for x in _rotary(*a)),
+    shape=lambda positions, q, k, *a: (torch.empty_like(q), torch.empty_like(k)),
+)
+
+
+def rotary(positions, q, k, table, size: int, neox: bool, rounding: str, site: str):
+    """Engine calling convention: (positions, q, k) -> (q, k), both rotated."""
+    return _operation(positions, q, k, table, size, neox, rounding, site)
+
+
+LADDER = (
+    Rung("keep"),
+    Rung("adopt", side="rollout", seam="custom_op", settings={"rounding": "each_product"}),
+    Rung("adopt", side="rollout", seam="custom_op", settings={"rounding": "once"}),
+)
+
+
+def replay(settings, inputs, *, table, size, neox, **_) -> list[torch.Tensor]:
+    """What the rollout would compute with this binding on recorded inputs (positions, q, k)."""
+    return list(_rotary(*inputs, table, size, neox, settings["rounding"]))

@@ -1,0 +1,273 @@
+"""For each class of sites, the least binding that is enough: climbed on recorded inputs, in the learner's process.
+
+A rung is enough when it is exact on what was recorded, has the properties (row alone = row in any batch; prefill =
+chunk = decode; 1 thread = 2 threads), and does not cost the rollout more than the target allows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from porter.replay import Comparison
+from porter.trace import unequal
+
+KERNEL = {"lm_head": "linear"}
+ACTIVATION = {"SiluAndMul": "silu", "GeluAndMul": "gelu"}
+STOCK = {
+    "rms_norm": ("normalises the unrounded float32 sum of input and residual", "rounds the sum, then normalises it"),
+    "rotary": ("rotates in float32 and rounds once", "rounds each product, then their sum"),
+    "attention": ("the engine's paged kernel", "torch's scaled_dot_product_attention"),
+    "linear": ("the engine's GEMM", "torch's linear"),
+    "gated_activation": ("the engine's gated activation", "the modelling code's product"),
+}
+
+
+class Climb:
+    """Climbs the ladder of every operation found by a replay. Results are plain dictionaries: the plan's bindings."""
+
+    def __init__(self, comparisons: list[Comparison], rollout: dict[str, Any], probe: dict[str, dict[str, int]], model, target: float):
+        self.groups: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
+        for c in comparisons:
+            self.groups[c.site, c.operation].append(c)
+        self.facts = {m["name"]: m for m in rollout["modules"]}
+        self.probe, self.model, self.target = probe, model, target
+
+    def run(self, skip: dict[str, list[dict]] | None = None) -> list[dict[str, Any]]:
+        """One binding per site. `skip` names rungs already refuted on the engine: {site: [{choice, settings}]}."""
+        bindings = []
+        for (site, operation), group in self.groups.items():
+            if operation in ("embedding", "logits", "glue", "layer_norm"):
+                bindings.append(self._kept(site, operation, group, f"{sum(c.unequal for c in group)} unequal on recorded inputs"))
+                continue
+            bindings.append(self._climb(site, operation, group, (skip or {}).get(site, [])))
+        return bindings
+
+    def _kept(self, site, operation, group, why) -> dict[str, Any]:
+        return self._binding(site, operation, group, {"choice": "keep", "side": "none", "seam": "", "settings": {}}, why, [])
+
+    def _binding(self, site, operation, group, rung: dict, why: str, tried: list[str]) -> dict[str, Any]:
+        bad = [c for c in group if c.unequal]
+        kernel = "" if rung["choice"] == "keep" else KERNEL.get(operation, operation)
+        if operation == "attention" and rung["choice"] in ("adopt", "pin"):
+            kernel = "engine_attention"
+        if rung["seam"] == "linear_method" and rung["choice"] == "pin":
+            kernel = ""
+        return {
+            "site": site,
+            "op": operation,
+            **rung,
+            "kernel": kernel,
+            "rollout_modules": sorted({self._module(c) for c in group}),
+            "learner_modules": sorted({c.module for c in group if c.part == "leaf"}),
+            "unequal": sum(c.unequal for c in group),
+            "elements": sum(c.elements for c in group),
+            "layer": min((c.layer for c in bad if c.layer is not None), default=None),
+            "needed": why,
+            "tried": tried,
+        }
+
+    def _module(self, c: Comparison) -> str:
+        if c.operation == "rotary" and c.layer is not None:  # shared module: name the one of this layer
+            prefix = self.facts and next((n for n, m in self.facts.items() if m["operation"] == "rotary" and f".{c.layer}." in n), c.event.name)
+            return prefix
+        if c.operation == "lm_head":
+            return next((n for n, m in self.facts.items() if m["operation"] == "lm_head"), c.event.name)
+        return c.event.name
+
+    def _climb(self, site, operation, group, skip) -> dict[str, Any]:
+        module = importlib.import_module(f"porter.kernels.{KERNEL.get(operation, operation)}")
+        judge = getattr(self, f"_judge_{KERNEL.get(operation, operation)}")
+        tried, slow = [], []
+        for rung in module.LADDER:
+            shown = {"choice": rung.choice, "side": rung.side, "seam": rung.seam, "settings": rung.settings}
+            label = rung.choice + "".join(f" {k}={v}" for k, v in rung.settings.items())
+            if any(s["choice"] == rung.choice and s["settings"] == rung.settings for s in skip):
+                tried.append(f"{label}: refuted on the engine")
+                continue
+            try:
+                refused, ratio = judge(rung, group)
+            except (RuntimeError, ValueError, KeyError, MemoryError) as error:
+                refused, ratio = " ".join(str(error).split())[:160], 1.0
+            if refused is None and ratio < self.target:
+                slow.append((ratio, shown, label))
+                tried.append(f"{label}: exact, at {ratio:.2f} of the fastest stock kernel's speed")
+            elif refused is None:
+                return self._binding(site, operation, group, shown, "; ".join(tried) or "both stock kernels agree", tried)
+            else:
+                tried.append(f"{label}: {refused}")
+        if slow:
+            _, shown, label = max(slow, key=lambda s: s[0])
+            return self._binding(site, operation, group, shown, "; ".join(tried) + f"; {label} is the fastest exact one", tried)
+        return self._binding(site, operation, group, {"choice": "author", "side": "both", "seam": "", "settings": {}}, "; ".join(tried), tried)
+
+    # -- judges: (why refused or None, speed of the rollout against its fastest stock kernel) --
+
+    def _probe_of(self, group) -> dict[str, int]:
+        total: dict[str, int] = defaultdict(int)
+        for name in {c.event.name for c in group}:
+            for key, bad in self.probe.get(name, {}).items():
+                total[key] += bad
+        return total
+
+    def _stock_disagrees(self, group) -> str | None:
+        bad, probe = sum(c.unequal for c in group), self._probe_of(group)
+        if bad:
+            return f"{bad} of {sum(c.elements for c in group)} elements unequal"
+        if probe["repeat"]:
+            return f"not repeatable: {probe['repeat']} elements"
+        rows = sum(v for k, v in probe.items() if k != "repeat")
+        return f"rows alone differ from rows in a batch: {rows} elements" if rows else None
+
+    def _judge_follower(self, rung, group, extra) -> tuple[str | None, float]:
+        """The rollout follows the learner: replay its recorded inputs through the binding, compare with the learner."""
+        if rung.choice == "keep":
+            return self._stock_disagrees(group), 1.0
+        module = importlib.import_module(f"porter.kernels.{group[0].operation}")
+        by_event: dict[int, list[Comparison]] = defaultdict(list)
+        for c in group:
+            by_event[c.event.index].append(c)
+        for parts in by_event.values():
+            event, wanted = parts[0].event, [t for p in sorted(parts, key=lambda c: c.part != "leaf") for t in p.learner]
+            made = module.replay(rung.settings, event.inputs, **extra(parts))
+            bad = sum(unequal(a.contiguous(), b.reshape(a.shape)) for a, b in zip(made, wanted, strict=False))
+            if bad:
+                return f"{bad} elements unequal at {event.name}", 1.0
+            rows = event.inputs[0].shape[0]
+            for start, size in ((0, 1), (rows - 1, 1), (0, min(7, rows))):
+                alone = module.replay(rung.settings, [t[start : start + size] for t in event.inputs], **extra(parts))
+                bad = sum(unequal(a.contiguous(), b[start : start + size].contiguous()) for a, b in zip(alone, made, strict=True))
+                if bad:
+                    return f"rows alone differ at {event.name}: {bad} elements", 1.0
+        return None, 1.0
+
+    def _judge_rms_norm(self, rung, group):
+        def extra(parts):
+            weight = self.model.get_submodule(parts[0].module).weight.detach()
+            return {"weight": weight, "eps": self.facts[parts[0].event.name]["facts"]["variance_epsilon"]}
+
+        return self._judge_follower(rung, group, extra)
+
+    def _judge_rotary(self, rung, group):
+        def extra(parts):
+            facts, event = self.facts[parts[0].event.name]["facts"], parts[0].event
+            table = event.buffers["cos_sin_cache"].to(event.inputs[1].dtype)
+            return {"table": table, "size": facts["head_size"], "neox": facts["is_neox_style"]}
+
+        return self._judge_follower(rung, group, extra)
+
+    def _judge_gated_activation(self, rung, group):
+        def extra(parts):
+            name = ACTIVATION[parts[0].event.kind]
+            tanh = self.facts[parts[0].event.name]["facts"].get("approximate") == "tanh"
+            return {"activation": name + ("_tanh" if tanh else "")}
+
+        return self._judge_follower(rung, group, extra)
+
+    def _judge_linear(self, rung, group):
+        from porter.kernels import linear
+
+        leaves_ = [c for c in group if c.part == "leaf"]
+        weights = [self.model.get_submodule(c.module).weight.detach() for c in leaves_[:4]]
+        if rung.choice == "keep":
+            return self._stock_disagrees(leaves_), self._speed(weights, lambda x, w, p: functional.linear(x, w))
+        if rung.choice == "pin":
+            probe = self._probe_of(leaves_)
+            if sum(c.unequal for c in leaves_) or probe["2"] or probe["7"] or probe["repeat"]:
+                return self._stock_disagrees(leaves_), 1.0
+            pad = lambda x, w, p: functional.linear(x.expand(2, -1) if x.shape[0] == 1 else x, w)[: x.shape[0]]  # noqa: E731
+            return None, self._speed(weights, pad)
+        for c, w in zip(leaves_[:4], weights, strict=False):
+            x = c.event.inputs[-1]
+            y, packed = linear.linear(x, w), linear.pack(w)
+            for start, size in ((0, len(x)), (0, 1), (len(x) - 1, 1), (0, min(2, len(x))), (len(x) // 2, min(7, len(x) - len(x) // 2))):
+                part = x[start : start + size]
+                if unequal(linear.linear(part, None, packed=packed, n=len(w)), y[start : start + size]):
+                    return f"rows alone differ at {c.event.name}", 1.0
+            if not torch.allclose(y.float(), linear.reference(x[:4], w).float(), rtol=0.02, atol=0.02) if len(x) <= 4 else False:
+                return f"far from its reference at {c.event.name}", 1.0
+        return None, self._speed(weights, lambda x, w, p: linear.linear(x, None, packed=p, n=len(w)))
+
+    def _speed(self, weights, candidate) -> float:
+        """Fastest stock kernel's time over the candidate's, the lowest over 1, 16 and 256 rows of the recorded shapes."""
+        from porter.kernels import linear
+
+        def seconds(call) -> float:
+            call()
+            took = []
+            for _ in range(3):
+                began = time.perf_counter()
+                call()
+                took.append(time.perf_counter() - began)
+            return sorted(took)[1]
+
+        w = max(weights, key=lambda w: w.numel())[:4096]
+        packed, wide, ratios = linear.pack(w), w.float(), []
+        for rows in (1, 16, 256):
+            x = torch.randn(rows, w.shape[1], dtype=w.dtype)
+            x32 = x.float()
+            fastest = min(seconds(lambda: functional.linear(x, w)), seconds(lambda: functional.linear(x32, wide)))
+            ratios.append(fastest / seconds(lambda: candidate(x, w, packed)))
+        return sum(ratios) / len(ratios)
+
+    def _judge_attention(self, rung, group):
+        from porter.kernels import attention, engine_attention
+
+        if rung.choice == "keep":
+            bad = sum(c.unequal for c in group)
+            if bad:
+                return f"{bad} of {sum(c.elements for c in group)} elements unequal", 1.0
+        c = group[0]
+        facts = self.facts[c.event.name]["facts"]
+        if facts.get("alibi") or facts.get("sinks"):
+            return "position slopes or sinks are not in the catalogue", 1.0
+        window, softcap = max(facts.get("sliding_window", -1), 0), facts["softcap"]
+        scale = facts["scale"]
+
+        def run(q, k, v, query_starts, key_starts):
+            starts = [torch.tensor(s, dtype=torch.int32) for s in (query_starts, key_starts)]
+            if rung.choice == "replace":
+                return attention.packed(q, k, v, *starts, scale, window, softcap, None, None, "probe")
+            return engine_attention.packed(q, k, v, *starts, scale, window, softcap, rung.settings.get("split_kv", True), "probe")
+
+        q, k, v = (x.reshape(x.shape[0], -1, facts["head_size"]) for x in c.event.inputs[:3])
+        if rung.choice != "replace":
+            whole = run(q, k, v, [0, len(q)], [0, len(k)])
+            bad = unequal(whole.reshape(len(q), -1), c.event.outputs[0].reshape(len(q), -1))
+            if bad:
+                return f"not the engine's bits on recorded inputs: {bad} elements", 1.0
+        return self._position_invariant(run, q), 1.0
+
+    def _position_invariant(self, run, like) -> str | None:
+        """Random q, k, v of the model's shape: prefill against decode, chunks, batches, at 1 and 2 threads."""
+        facts = next(m["facts"] for m in self.facts.values() if m["operation"] == "attention")
+        heads, kv, size, length = facts["num_heads"], facts["num_kv_heads"], facts["head_size"], 530
+        draw = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(length, h, size, generator=draw).to(like.dtype) for h in (heads, kv, kv))
+        threads = torch.get_num_threads()
+        whole = run(q, k, v, [0, length], [0, length])
+        try:
+            for count in (1, 2):
+                torch.set_num_threads(count)
+                if unequal(run(q, k, v, [0, length], [0, length]), whole):
+                    return f"other bits at {count} threads"
+                for n in (1, 2, 16, 31, 32, 33, 64, 127, 128, 129, 200, 255, 256, 257, 384, 511, 512, 513, 530):
+                    if unequal(run(q[n - 1 : n], k[:n], v[:n], [0, 1], [0, n]), whole[n - 1 : n]):
+                        return f"decode differs from prefill at position {n - 1}, {count} threads"
+                for a, b in ((0, 100), (100, 260), (260, 530), (37, 41), (511, 514)):
+                    if unequal(run(q[a:b], k[:b], v[:b], [0, b - a], [0, b]), whole[a:b]):
+                        return f"a chunk {a}:{b} differs from whole prefill, {count} threads"
+                lengths = (5, 33, 200, 129, 7, 64, 530)
+                starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+                rows = torch.cat([q[n - 1 : n] for n in lengths])
+                batch = run(rows, torch.cat([k[:n] for n in lengths]), torch.cat([v[:n] for n in lengths]), list(range(len(lengths) + 1)), starts)
+                if unequal(batch, torch.cat([whole[n - 1 : n] for n in lengths])):
+                    return f"a decode batch differs from prefill, {count} threads"
+        finally:
+            torch.set_num_threads(threads)
+        return None

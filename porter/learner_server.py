@@ -1,0 +1,100 @@
+"""`python -m porter.learner_server`: the transformers model behind the line protocol of child.py."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+from porter.child_server import serve
+
+
+class LearnerServer:
+    """Methods a learner child answers."""
+
+    def __init__(self) -> None:
+        self.model, self.port, self.log_probability = None, None, None
+
+    def load(self, progress, path: str, dtype: str, threads: int, port: str = "", without: list[str] | None = None) -> dict[str, Any]:
+        """Loads the model; with `port` (an import name on PYTHONPATH) aligns it. Returns versions and threads."""
+        began = time.perf_counter()
+        import torch
+        import transformers
+
+        from porter import transformers_adapter
+
+        torch.set_num_threads(threads)
+        self.model = transformers_adapter.load(path, dtype)
+        if port:
+            self.port = importlib.import_module(port)
+            self.port.align(self.model, tuple(without or ()))
+            self.log_probability = self.port.log_probability
+        else:
+            from porter.kernels.log_probability import log_probability
+
+            self.log_probability = log_probability
+        return {
+            "seconds": time.perf_counter() - began,
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "threads": torch.get_num_threads(),
+            "layers": self.model.config.get_text_config().num_hidden_layers,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+
+    def tree(self, progress) -> list[dict[str, Any]]:
+        """The learner's leaves."""
+        from porter.transformers_adapter import tree
+
+        return tree(self.model)
+
+    def score(self, progress, sequences: list[dict[str, Any]], temperature: float = 1.0, layout: str = "alone") -> dict[str, Any]:
+        """Log-probabilities of each sequence's response tokens; see transformers_adapter.score."""
+        began = time.perf_counter()
+        from porter.transformers_adapter import score
+
+        values = score(self.model, sequences, temperature, layout, self.log_probability, progress)
+        return {"logprobs": values, "seconds": time.perf_counter() - began}
+
+    def calls(self, progress) -> dict[str, int]:
+        """Calls of each bound site in this process."""
+        return self.port.calls() if self.port else {}
+
+    def diagnose(
+        self,
+        progress,
+        trace: str,
+        ids: list[int],
+        rollout: dict[str, Any],
+        probe: dict[str, dict[str, int]],
+        target: float,
+        skip: dict[str, list[dict]] | None = None,
+    ) -> dict[str, Any]:
+        """Replays a recorded rollout, finds every culprit in one pass, climbs the ladder of each class of sites."""
+        from porter import trace as traces
+        from porter.ladder import Climb
+        from porter.replay import Replay
+
+        began = time.perf_counter()
+        replay = Replay(self.model, ids, traces.read(trace), rollout)
+        comparisons = replay.run()
+        replayed = time.perf_counter() - began
+        bindings = Climb(comparisons, rollout, probe, self.model, target).run(skip)
+        return {
+            "bindings": bindings,
+            "unplaced": replay.unplaced,
+            "sites": [
+                {"site": c.site, "layer": c.layer, "op": c.operation, "part": c.part, "unequal": c.unequal, "elements": c.elements}
+                for c in comparisons
+            ],
+            "seconds": {"replay": replayed, "ladder": time.perf_counter() - began - replayed},
+        }
+
+
+def main() -> None:
+    """Entry point of the child."""
+    server = LearnerServer()
+    serve({name: getattr(server, name) for name in ("load", "tree", "score", "calls", "diagnose")})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Replay: the learner's forward on what the rollout recorded, one pass that finds every culprit.
+
+Every leaf of the learner (linear, norm, embedding, attention, head) is fed the input that the rollout recorded for
+the same site, and hands on the rollout's recorded output. So each comparison stands alone:
+- leaf: same input bits on both sides, are the outputs equal?
+- glue: what the modelling code computes between leaves (rotary, gating, residual add), from the rollout's values,
+  is it what the rollout fed its next leaf?
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from porter.names import layer_of, site_of
+from porter.trace import Event, unequal
+from porter.transformers_adapter import attention_function, leaves, replaced_forwards
+
+
+@dataclass
+class Comparison:
+    """One site at one layer: how many elements of `elements` differ, and the tensors for the search that follows."""
+
+    site: str
+    layer: int | None
+    operation: str
+    part: str  # "leaf" or "glue"
+    unequal: int
+    elements: int
+    event: Event
+    learner: list[torch.Tensor] = field(default_factory=list)  # what the learner computed there
+    rollout: list[torch.Tensor] = field(default_factory=list)
+    module: str = ""  # the learner's module
+    arguments: dict[str, Any] = field(default_factory=dict)  # attention only: scale, window, softcap
+
+
+@dataclass
+class Place:
+    """Where a learner's leaf lives in the rollout: the module, and which rows of its output."""
+
+    name: str
+    rows: slice | None = None
+
+
+def places(learner: dict[str, tuple[nn.Module, str]], rollout: dict[str, Any]) -> dict[str, Place]:
+    """Learner leaf -> rollout module, through the engine's own table of packed modules."""
+    names = {m["name"] for m in rollout["modules"]}
+    part_of = {
+        part: (packed, parts)
+        for packed, parts in rollout["packed"].items()
+        for part in parts
+        if len(parts) > 1 or part != packed
+    }
+    found = {}
+    for name, (module, _) in learner.items():
+        mapped = name
+        for old, new in rollout["prefixes"].items():
+            if mapped.startswith(old):
+                mapped = new + mapped.removeprefix(old)
+                break
+        parent, _, last = mapped.rpartition(".")
+        if mapped in names:
+            found[name] = Place(mapped)
+        elif last in part_of and f"{parent}.{part_of[last][0]}" in names:
+            packed, parts = part_of[last]
+            prefix = name.rpartition(".")[0]
+            sizes = [learner[f"{prefix}.{p}"][0].weight.shape[0] for p in parts]
+            start = sum(sizes[: parts.index(last)])
+            found[name] = Place(f"{parent}.{packed}", slice(start, start + module.weight.shape[0]))
+    return found
+
+
+class Replay:
+    """One pass over one recorded prefill. `comparisons` holds the result in call order."""
+
+    def __init__(self, model: nn.Module, ids: list[int], events: list[Event], rollout: dict[str, Any]):
+        self.model, self.ids, self.events, self.rollout = model, ids, events, rollout
+        self.comparisons: list[Comparison] = []
+        self.unplaced: list[str] = []
+        self.by_name: dict[str, Event] = {}
+        for event in events:
+            self.by_name.setdefault(event.name, event)  # first call: the prefill
+        self.attention = [e for e in events if e.operation == "attention"]
+        last = next((e.index for e in events if e.operation == "embedding" and e.inputs[0].numel() == 1), len(events))
+        heads = [e for e in events[:last] if e.operation == "logits"]
+        # the call with most rows: all prompt positions when prompt log-probabilities were asked for
+        self.logits = max(heads, key=lambda e: e.inputs[-1].shape[0], default=None)
+
+    def run(self) -> list[Comparison]:
+        """Runs the pass. Raises ValueError when a site cannot be compared at all (other shapes)."""
+        learner = leaves(self.model)
+        where = places(learner, self.rollout)
+        forwards, self.calls = {}, 0
+        for name, (module, operation) in learner.items():
+            if operation == "lm_head":
+                if self.logits is not None:
+                    forwards[module] = self._head(name, module)
+            elif name in where and where[name].name in self.by_name:
+                forwards[module] = self._leaf(name, module, operation, where[name])
+            else:
+                self.unplaced.append(name)
+        with torch.no_grad(), replaced_forwards(forwards), attention_function(self.model, self._attention):
+            self.model(input_ids=torch.tensor(self.ids)[None], use_cache=False)
+        return self.comparisons
+
+    def _add(self, site, name, operation, part, learner, rollout, event) -> None:
+        bad = sum(unequal(a, b.reshape(a.shape)) for a, b in zip(learner, rollout, strict=True))
+        count = sum(a.numel() for a in learner)
+        self.comparisons.append(
+            Comparison(site, layer_of(name), operation, part, bad, count, event, learner, rollout, name)
+        )
+
+    def _glue(self, name: str, learner, rollout, event: Event) -> None:
+        """Blames the rollout's operation that produced the input of `event`; a norm with residual adds by itself."""
+        operation, source = {
+            "attention": ("rotary", "rotary"),
+            "linear": ("gated_activation", "gated_activation"),
+        }.get(event.operation, ("", ""))
+        before = [e for e in self.events[: event.index] if e.operation == source]
+        maker = before[-1] if before and source and not self._between(before[-1], event) else event
+        site = site_of(maker.name) if maker is not event else site_of(event.name)
+        if operation == "rotary":  # one shared module serves all layers: name it by the attention it feeds
+            site = site_of(event.name).rpartition(".")[0] + "." + maker.name.rpartition(".")[2]
+        self._add(site, name, maker.operation, "glue", learner, rollout, maker)
+
+    def _between(self, a: Event, b: Event) -> bool:
+        return any(e.operation in ("linear", "attention") for e in self.events[a.index + 1 : b.index])
+
+    def _leaf(self, name: str, module: nn.Module, operation: str, place: Place):
+        event = self.by_name[place.name]
+        stock = module.forward
+
+        def forward(x, *args, **kwargs):
+            rows = event.outputs[0] if place.rows is None else event.outputs[0][..., place.rows]
+            if operation == "embedding":
+                own = stock(x)
+            else:
+                fed = (
+                    event.outputs[1]
+                    if operation == "rms_norm" and len(event.outputs) > 1
+                    else event.inputs[0]
+                )
+                self._glue(name, [x.reshape(fed.shape)], [fed], event)
+                own = stock(fed.reshape(x.shape))
+            self._add(site_of(event.name), name, operation, "leaf", [own], [rows], event)
+            return rows.reshape(own.shape)
+
+        return forward
+
+    def _head(self, name: str, module: nn.Module):
+        stock, event = module.forward, self.logits
+
+        def forward(x):
+            count = event.inputs[-1].shape[0]
+            if event.inputs[-1].shape[-1] == x.shape[-1] and count <= x.shape[1]:
+                hidden = x[0, :count]
+                self._add(site_of(name) + ".input", name, "glue", "glue", [hidden], [event.inputs[-1]], event)
+                own = stock(event.inputs[-1])
+                self._add(
+                    site_of(name),
+                    name,
+                    "lm_head",
+                    "leaf",
+                    [own],
+                    [event.outputs[0][:, : own.shape[-1]]],
+                    event,
+                )
+            return stock(x)
+
+        return forward
+
+    def _attention(self, original, module, query, key, value, mask, **kwargs):
+        event = self.attention[self.calls]
+        self.calls += 1
+        name = next(n for n, m in self.model.named_modules() if m is module)
+        tokens = query.shape[2]
+        own = [x[0].transpose(0, 1).reshape(tokens, -1) for x in (query, key, value)]
+        fed = [x.reshape(tokens, -1) for x in event.inputs[:3]]
+        self._glue(name, own[:2], fed[:2], event)
+        shaped = [
+            x.reshape(tokens, -1, q.shape[-1]).transpose(0, 1)[None]
+            for x, q in zip(fed, (query, key, value), strict=True)
+        ]
+        output, weights = original(module, *shaped, mask, **kwargs)
+        self._add(
+            site_of(event.name),
+            name,
+            "attention",
+            "leaf",
+            [output[0].reshape(tokens, -1)],
+            [event.outputs[0].reshape(tokens, -1)],
+            event,
+        )
+        return event.outputs[0].reshape(output.shape), weights
