@@ -180,20 +180,20 @@ def _check_tensors(
     shapes, tied = wanted["shapes"], wanted["tied"]
     missing = [name for name in shapes if name not in tensors and name not in tied]
     wrong = [name for name, shape in shapes.items() if name in tensors and list(tensors[name].shape) != shape]
+    surplus = sorted(tensors.keys() - shapes.keys() - tied.keys())
     if missing or wrong:
+        if not surplus:  # nothing here could be what is missing under another name
+            _raise_unloadable(path, tensors, shapes, missing, wrong)
         stored = {name: tensor.shape for name, tensor in tensors.items()}
         left = checkpoint_shapes.unloadable(path, stored, allow_remote_code)
         if left["missing"] or left["wrong"]:
             _raise_unloadable(path, tensors, shapes, missing or left["missing"], wrong or left["wrong"])
-        notes.append(
-            "the tensors have other names than transformers gives them; it renames them when it loads"
-        )
-        return
-    surplus = sorted(tensors.keys() - shapes.keys() - tied.keys())
-    if surplus:
+        notes.append("the tensors have other names than in transformers, which renames them when it loads")
+    elif surplus:
         more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
         notes.append(f"the model has no place for tensor {surplus[0]}{more}: not loaded")
-    for name in shapes.keys() & tensors.keys() - set(wanted["whole"]):
+    loaded = tensors.keys() if missing or wrong else tensors.keys() & shapes.keys()
+    for name in sorted(loaded - set(wanted["whole"])):
         if tensors[name].dtype not in DTYPES.values():
             raise UsageFault(
                 f"{tensors[name].file}: tensor {name}: dtype {tensors[name].dtype} is not covered; "

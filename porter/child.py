@@ -50,7 +50,7 @@ class Pending:
 class Child:
     """One child process in a process group of its own, killed whole when it must go."""
 
-    def __init__(self, name: str, module: str, log: Path, environment: dict[str, str] | None = None):
+    def __init__(self, name: str, module: str, log: Path, environment: dict[str, str | None] | None = None):
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}

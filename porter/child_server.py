@@ -15,6 +15,9 @@ from typing import Any
 
 def serve(methods: dict[str, Callable[..., Any]]) -> None:
     """Answers requests until standard input ends. An exception becomes an error answer, not the end of the child."""
+    cpus = [int(c) for c in os.environ.get("ZM_PORT_CPUS", "").split(",") if c]
+    if cpus:
+        os.sched_setaffinity(0, cpus)
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

@@ -15,7 +15,7 @@ class LearnerServer:
     def __init__(self) -> None:
         self.model, self.port, self.log_probability = None, None, None
 
-    def load(self, progress, path: str, dtype: str, threads: int, port: str = "", without: list[str] | None = None) -> dict[str, Any]:
+    def load(self, progress, path: str, dtype: str, threads: int, port: str = "") -> dict[str, Any]:
         """Loads the model; with `port` (an import name on PYTHONPATH) aligns it. Returns versions and threads."""
         began = time.perf_counter()
         import torch
@@ -27,7 +27,7 @@ class LearnerServer:
         self.model = transformers_adapter.load(path, dtype)
         if port:
             self.port = importlib.import_module(port)
-            self.port.align(self.model, tuple(without or ()))
+            self.port.align(self.model)
             self.log_probability = self.port.log_probability
         else:
             from porter.kernels.log_probability import log_probability
@@ -54,6 +54,10 @@ class LearnerServer:
 
         values = score(self.model, sequences, temperature, layout, self.log_probability, progress)
         return {"logprobs": values, "seconds": time.perf_counter() - began}
+
+    def switch(self, progress, site: str, on: bool) -> bool:
+        """Turns one of the port's learner bindings off and on; False where it has none there."""
+        return self.port.switch(self.model, site, on)
 
     def calls(self, progress) -> dict[str, int]:
         """Calls of each bound site in this process."""
@@ -93,7 +97,7 @@ class LearnerServer:
 def main() -> None:
     """Entry point of the child."""
     server = LearnerServer()
-    serve({name: getattr(server, name) for name in ("load", "tree", "score", "calls", "diagnose")})
+    serve({name: getattr(server, name) for name in ("load", "tree", "score", "switch", "calls", "diagnose")})
 
 
 if __name__ == "__main__":

@@ -72,11 +72,11 @@ def _per_iteration(report: Report) -> Picture:
     turns = report.iterations
     if not turns:
         return Picture(title, "The loop recorded no iteration.", None)
-    last = turns[-1]
-    caption = (
-        f"{turns[0].unequal:,} of {turns[0].tokens:,} tokens were unequal in iteration {turns[0].index}, "
-        f"{last.unequal:,} of {last.tokens:,} in iteration {last.index}."
-    )
+    first, last = turns[0], turns[-1]
+    caption = f"{first.unequal:,} of {first.tokens:,} tokens were unequal in iteration {first.index}"
+    if last is not first:
+        caption += f", {last.unequal:,} of {last.tokens:,} in iteration {last.index}"
+    caption += "."
 
     def draw(axes: Axes) -> None:
         heights = [turn.unequal for turn in turns]
@@ -128,6 +128,7 @@ def _by_position(report: Report) -> Picture:
         ticks = [floor * 10.0**i for i in range(0, decades + 1, step)] if values else []
         axes.set_yticks([0.0, *ticks], ["exactly 0", *(f"{tick:.0e}" for tick in ticks)])
         axes.set_yticks([], minor=True)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("position in the sequence")
         axes.set_ylabel("|difference|, nats")
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=2)
@@ -141,7 +142,7 @@ def _series_text(data: PositionSeries) -> str:
     text = f"{sum(data.unequal):,} of {sum(data.tokens):,} unequal"
     if finite:
         text += f", largest {number(max(finite))}"
-    return f"{text}, {unknown} bins without a finite difference" if unknown else text
+    return f"{text}, no finite difference in {unknown} of {len(data.max_abs)} bins" if unknown else text
 
 
 def _throughput(report: Report) -> Picture:

@@ -18,7 +18,7 @@ from porter.bits import Mismatch, PositionSeries
 from porter.errors import PorterError
 from porter.record import Record
 from porter.report_speed import LearnerSpeed, Throughput
-from porter.report_verdict import Evidence, Ruling, Verdict, red_reason, verdict_of
+from porter.report_verdict import Evidence, Ruling, Verdict, speed_refusal, verdict_of
 
 Side = Literal["rollout", "learner", "both", "none"]
 Choice = Literal["keep", "adopt", "pin", "replace", "author"]
@@ -201,7 +201,8 @@ def _computed_verdict(fields: dict[str, Any]) -> Verdict:
 class Report(Record):
     """Everything that one run concluded; report.json holds exactly this.
 
-    Leave `verdict` out: it is computed. Throughput and learner speed are refused beside anything red.
+    Leave `verdict` out: it is computed. Throughput and learner speed are refused beside anything red or
+    unproved; `concluded` leaves them out instead.
     """
 
     schema_version: Literal[1] = 1
@@ -224,18 +225,27 @@ class Report(Record):
     figures: FigureData = FigureData()
     verdict: Verdict = Field(default_factory=_computed_verdict)
 
+    @classmethod
+    def concluded(cls, **fields: Any) -> Self:
+        """The report of these fields, without the speeds where none may be given.
+
+        A check that fails after the benchmark makes its numbers void; the report then says why in words.
+        """
+        report = cls(**fields | {"throughput": None, "learner": None})
+        return report if report.speed_refusal else cls(**fields)
+
+    @property
+    def speed_refusal(self) -> str:
+        """Beside what no speed may stand in this report; empty when one may."""
+        return speed_refusal(
+            checks=self.checks, mismatch=self.mismatch, evidence=self.evidence, bindings=self.bindings
+        )
+
     @model_validator(mode="after")
     def _no_number_beside_red(self) -> Self:
         for name in ("throughput", "learner"):
-            if getattr(self, name) is None:
-                continue
-            if self.evidence != Evidence.MEASURED:
-                raise ValueError(f"{name} beside evidence that is only {self.evidence}")
-            if self.mismatch is None or not self.mismatch.tokens:
-                raise ValueError(f"{name} beside a comparison of no token")
-            red = red_reason(self.checks, self.mismatch)
-            if red:
-                raise ValueError(f"{name} beside a red check: {red}")
+            if getattr(self, name) is not None and self.speed_refusal:
+                raise ValueError(f"{name} {self.speed_refusal}")
         return self
 
     @model_validator(mode="after")

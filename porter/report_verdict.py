@@ -112,6 +112,25 @@ def red_reason(checks: Sequence[Check], mismatch: Mismatch | None) -> str:
     return "; ".join(parts)
 
 
+def speed_refusal(
+    *, checks: Sequence[Check], mismatch: Mismatch | None, evidence: Evidence, bindings: Sequence[Binding]
+) -> str:
+    """Say beside what no speed may stand; empty when a measured speed may be given."""
+    red = red_reason(checks, mismatch)
+    if red:
+        return f"beside a red check: {red}"
+    if evidence != Evidence.MEASURED:
+        return f"beside evidence that is only {evidence}"
+    if mismatch is None or not mismatch.tokens:
+        return "beside a comparison of no token"
+    idle = _idle(bindings)
+    return f"beside a binding that was never called: {idle}" if idle else ""
+
+
+def _idle(bindings: Sequence[Binding]) -> str:
+    return _names([binding.site for binding in bindings if binding.idle_sides])
+
+
 def _unproved_reason(checks: Sequence[Check], mismatch: Mismatch | None, bindings: Sequence[Binding]) -> str:
     """Say why measured evidence without a red check is no proof yet; empty when it is one."""
     required = [check for check in checks if check.required]
@@ -125,10 +144,8 @@ def _unproved_reason(checks: Sequence[Check], mismatch: Mismatch | None, binding
         return f"a required check compared no token: {_names(empty)}"
     if mismatch is None or mismatch.tokens <= 0:
         return "no token of the rollout was compared with the learner"
-    idle = [binding.site for binding in bindings if binding.idle_sides]
-    if idle:
-        return f"a binding was installed and never called: {_names(idle)}"
-    return ""
+    idle = _idle(bindings)
+    return f"a binding was installed and never called: {idle}" if idle else ""
 
 
 def _names(names: Sequence[str], shown: int = 4) -> str:

@@ -127,14 +127,14 @@ def why_no_throughput(report: Report) -> str:
         return ""
     red = red_reason(report.checks, report.mismatch)
     if red:
-        return f"No throughput is given beside a red check ({red})."
+        return f"No throughput is given beside a red check: {sentence(red, capital=False)}"
     if report.stopped is not None:
         why = f"{report.stopped.outcome}: {report.stopped.what}"
         return f"The run ended before its throughput was measured ({why})."
     if report.evidence != Evidence.MEASURED:
         return f"The target device is not here: the evidence is {report.evidence}, and no speed was measured."
-    if report.mismatch is None or not report.mismatch.tokens:
-        return "No throughput is given where no token was compared."
+    if report.speed_refusal:
+        return f"No throughput is given {report.speed_refusal}."
     return "The throughput was not measured in this run."
 
 

@@ -219,6 +219,17 @@ def test_the_digest_of_inputs_depends_on_every_value_and_on_no_order() -> None:
         digest_of(RED),
     ]
     assert len(set(values)) == len(values)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        digest_of(float("nan"))
+
+
+def test_a_file_is_replaced_and_never_written_over(run: RunDirectory) -> None:
+    """Whoever holds the old file goes on reading the old content, whole."""
+    path = run.save_json("plan-0.json", {"sites": 1})
+    os.link(path, run.path / "held")
+    run.save_json("plan-0.json", {"sites": 2})
+    assert run.load_json("held") == {"sites": 1}
+    assert run.load_json("plan-0.json") == {"sites": 2}
 
 
 def full_disk(*_: object) -> None:

@@ -1,0 +1,168 @@
+"""The check: rungs of rollouts in many shapes, each token's log-probability compared with the learner's, bit for bit.
+
+A rung is one comparison with a yes/no answer and a count. The engine samples one rung while the learner scores the
+one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from porter.bits import Mismatch, PositionSeries, unequal_mask
+from porter.prompts import Prompts
+from porter.report import Check
+from porter.sides import BATCHED_TOKENS, Learner, Rollout
+
+
+@dataclass
+class Rung:
+    """One rollout: prompts, tokens to sample for each, temperature."""
+
+    name: str
+    prompts: list[list[int]]
+    max_tokens: list[int]
+    temperature: float = 1.0
+    warm: list[list[int]] = field(default_factory=list)  # prompts to run first, so that their prefix is cached
+    needs_cache: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of the rung."""
+        return sum(self.max_tokens)
+
+
+@dataclass
+class Pairs:
+    """Log-probabilities of both sides, token by token, with where each token stands."""
+
+    rollout: list[float] = field(default_factory=list)
+    learner: list[float] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def add(self, name: str, sequences: list[dict[str, Any]], rollout: list[list[float]], learner: list[list[float]]) -> None:
+        """Adds the response tokens of sequences. Raises ValueError when a side left a position unscored."""
+        for i, (s, a, b) in enumerate(zip(sequences, rollout, learner, strict=True)):
+            tokens = s["ids"][s["prompt"] :]
+            if not len(a) == len(b) == len(tokens):
+                raise ValueError(f"{name} request {i}: {len(a)} and {len(b)} log-probabilities for {len(tokens)} tokens")
+            self.rollout += [float("nan") if v is None else v for v in a]
+            self.learner += [float("nan") if v is None else v for v in b]
+            self.requests += [f"{name}/{i}"] * len(tokens)
+            self.positions += range(s["prompt"], s["prompt"] + len(tokens))
+            self.ids += tokens
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Both sides as float32: the values travelled as JSON, which keeps a float32 exactly."""
+        return np.array(self.rollout, np.float32), np.array(self.learner, np.float32)
+
+    def unequal(self) -> int:
+        """Tokens whose bits differ."""
+        return int(unequal_mask(*self.arrays()).sum())
+
+    def mismatch(self) -> Mismatch:
+        """Statistics of all pairs."""
+        return Mismatch.from_pairs(*self.arrays(), requests=self.requests, positions=self.positions, token_ids=self.ids)
+
+    def by_position(self) -> PositionSeries:
+        """Difference by position."""
+        return PositionSeries.from_pairs(self.positions, *self.arrays())
+
+    def extend(self, other: Pairs) -> None:
+        """Takes over another's pairs."""
+        for name in ("rollout", "learner", "requests", "positions", "ids"):
+            getattr(self, name).extend(getattr(other, name))
+
+
+def baseline_rungs(prompts: Prompts) -> list[Rung]:
+    """Iteration 0: at least 3,000 sampled tokens of the stock engine, in parts so that the learner can start early."""
+    return [Rung(f"stock batch 11, part {i + 1}", prompts.short(11), [70] * 11) for i in range(4)]
+
+
+def rungs(prompts: Prompts) -> list[Rung]:
+    """The default ladder: at least 3,000 sampled tokens over batch sizes, temperatures, chunks and a cached prefix."""
+    shared = prompts.long(1, 140)[0]
+    tails = [shared + tail for tail in prompts.short(6)]
+    chunk = BATCHED_TOKENS // 4 + 1
+    return [
+        Rung("batch 44, temperature 1", prompts.short(44), [42] * 44),
+        Rung("batch 16, temperature 0.6", prompts.short(16), [40] * 16, 0.6),
+        Rung("batch 7, temperature 1", prompts.short(7), [32] * 7),
+        Rung("batch 2, temperature 0.6", prompts.short(2), [32] * 2, 0.6),
+        Rung("batch 1, temperature 1", prompts.short(1), [48]),
+        Rung("last request decodes alone", prompts.short(4), [56, 8, 8, 8]),
+        Rung("chunked prefill", prompts.long(5, chunk), [16] * 5),
+        Rung("cached prefix", tails, [16] * 6, warm=[tails[0]], needs_cache=True),
+    ]
+
+
+LAYOUTS = ("padded_left", "padded_right", "packed")
+
+
+class Ladder:
+    """Runs rungs on a pair of sides and records one check per rung."""
+
+    def __init__(self, rollout: Rollout, learner: Learner, record: Callable[[Check], None], advance: Callable[[float], None] = lambda n: None):
+        self.rollout, self.learner, self.record, self.advance = rollout, learner, record, advance
+        self.pairs = Pairs()
+        self.waiting: list[tuple[Rung, list[dict], list[list[float]], Any, str]] = []
+
+    def run(self, rung: Rung) -> list[dict[str, Any]]:
+        """Samples a rung and hands it to the learner; returns its sequences."""
+        if rung.warm:
+            self.rollout.generate(rung.warm, [1] * len(rung.warm))
+        else:
+            self.rollout.forget_prefixes()
+        answer = self.rollout.generate(rung.prompts, rung.max_tokens, rung.temperature)
+        outputs = answer["outputs"]
+        sequences = [{"ids": p + o["tokens"], "prompt": len(p)} for p, o in zip(rung.prompts, outputs, strict=True)]
+        detail = f"{len(sequences)} requests"
+        cached = sum(o["cached"] for o in outputs)
+        if rung.needs_cache:
+            detail += f", {cached} prompt tokens from the cache"
+        if rung.needs_cache and not cached:
+            self.record(Check(name=rung.name, status="fail", detail="no prompt token came from the prefix cache"))
+            return sequences
+        self.waiting.append((rung, sequences, [o["logprobs"] for o in outputs], self.learner.score(sequences, rung.temperature), detail))
+        self.settle(wait=False)
+        return sequences
+
+    def settle(self, wait: bool = True) -> None:
+        """Compares what the learner has finished; with `wait`, everything."""
+        while self.waiting and (wait or self.waiting[0][3].ready()):
+            rung, sequences, rollout, pending, detail = self.waiting.pop(0)
+            answer = pending.wait()
+            pairs = Pairs()
+            pairs.add(rung.name, sequences, rollout, answer["logprobs"])
+            self.record(Check.counted(rung.name, len(pairs.rollout), pairs.unequal(), detail=detail, seconds=answer["seconds"]))
+            self.pairs.extend(pairs)
+            self.advance(len(pairs.rollout))
+
+    def rescore(self, sequences: list[dict[str, Any]]) -> None:
+        """The engine scores finished sequences as prompts; compared with the learner at temperature 1."""
+        self.settle()
+        self.rollout.forget_prefixes()
+        answer = self.rollout.generate([s["ids"] for s in sequences], [1] * len(sequences), 1.0, prompt_logprobs=True)
+        rollout = [o["prompt_logprobs"][s["prompt"] - 1 :] for o, s in zip(answer["outputs"], sequences, strict=True)]
+        learner = self.learner.score(sequences).wait()["logprobs"]
+        pairs = Pairs()
+        pairs.add("rescoring", sequences, rollout, learner)
+        self.record(Check.counted("rescoring by prompt log-probabilities", len(pairs.rollout), pairs.unequal(), detail=f"{len(sequences)} requests"))
+        self.advance(len(pairs.rollout))
+        self.pairs.extend(pairs)
+
+    def layouts(self, sequences: list[dict[str, Any]]) -> None:
+        """The learner against itself: alone, padded on either side, packed."""
+        self.settle()
+        alone = self.learner.score(sequences).wait()["logprobs"]
+        for layout in LAYOUTS:
+            pairs = Pairs()
+            pairs.add(layout, sequences, alone, self.learner.score(sequences, layout=layout).wait()["logprobs"])
+            name = f"learner {layout.replace('_', ' ')} against alone"
+            self.record(Check.counted(name, len(pairs.rollout), pairs.unequal(), detail=f"{len(sequences)} sequences"))
+            self.advance(len(pairs.rollout))

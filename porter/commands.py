@@ -1,0 +1,305 @@
+"""What each command does, between the command line and the stages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from porter import render as rendering
+from porter import report as reports
+from porter.checkpoint import Checkpoint, cache_folder, resolve
+from porter.errors import EngineFault, ExitCode, PorterError, UsageFault
+from porter.hardware import resolve as resolve_hardware
+from porter.plan import Plan
+from porter.profile import Profile
+from porter.progress import Progress
+from porter.report import Report
+from porter.rundir import RunDirectory
+
+
+def _checkpoint(model: str, folder: Path | None, twin: bool, seed: int, allow_remote_code: bool, quiet: bool) -> Checkpoint:
+    def say(what: str, part: float | None = None) -> None:
+        if not quiet and sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{what}{f' {part:.0%}' if part is not None else ''}")
+            sys.stderr.flush()
+
+    found = resolve(model, checkpoint=folder, allow_remote_code=allow_remote_code, progress=say)
+    if not quiet and sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")
+    if twin or not found.has_weights:
+        from porter.twin import make_twin
+
+        made = cache_folder() / "twins" / f"{found.slug}-{found.revision[:12]}-{seed}"
+        if not (made / "config.json").exists():
+            make_twin(found.path, made, seed=seed, dtype=found.dtype)
+        twin_of = resolve(str(made), allow_remote_code=allow_remote_code)
+        return twin_of.model_copy(update={"slug": f"{found.slug}-twin"})
+    return found
+
+
+def port(
+    model: str, hw: str, out: Path | None, quiet: bool, seed: int, resume: bool, target_ratio: float, max_iterations: int,
+    checkpoint: Path | None, twin: bool, threads: int, allow_remote_code: bool,
+) -> Report:  # fmt: skip
+    """The whole loop. The report is written whatever happens after the run directory exists."""
+    from porter.loop import TYPICAL, Loop, Settings
+
+    target = resolve_hardware(hw)
+    found = _checkpoint(model, checkpoint, twin, seed, allow_remote_code, quiet)
+    run = RunDirectory.create(found.slug, target.name, out=out, resume=resume)
+    (run.path / "checks.jsonl").unlink(missing_ok=True)
+    with Progress(quiet, typical=TYPICAL) as progress:
+        loop = Loop(found, Settings(target.name, target_ratio, max_iterations, threads, seed), run, progress)
+        report = _finish(loop, run, progress)
+    progress.final(report)
+    if not quiet:
+        sys.stderr.write(f"{run.path / 'report.html'}\n")
+    return report
+
+
+def _finish(loop: Any, run: RunDirectory, progress: Progress) -> Report:
+    """Runs the loop; a fault becomes the report's outcome, and the run directory is whole either way."""
+    try:
+        report = loop.go()
+    except (PorterError, KeyboardInterrupt, Exception) as error:
+        if not isinstance(error, PorterError | KeyboardInterrupt):
+            import traceback
+
+            run.log(traceback.format_exc())
+        loop.stop_all()
+        report = loop.report(error)
+        reports.write(run, report)
+        if isinstance(error, PorterError):
+            run.log(f"{error.what} {error.hint}")
+            sys.stderr.write(f"zm-port: {error.what}{f' ({error.hint})' if error.hint else ''}\n")
+        return report
+    reports.write(run, report)
+    return report
+
+
+def inspect(model: str, folder: Path | None, twin: bool, seed: int, quiet: bool, engines: bool, allow_remote_code: bool) -> Profile:
+    """The profile; with `engines`, both module trees are read from running engines."""
+    import tempfile
+
+    found = _checkpoint(model, folder, twin, seed, allow_remote_code, quiet)
+    names = ("slug", "architecture", "model_type", "source", "revision", "weights", "dtype", "layers", "parameters", "config")
+    facts = {name: getattr(found, name) for name in names} | {"name": found.slug, "notes": tuple(found.notes)}
+    if not engines:
+        return Profile(**facts)
+    from porter.profile import sites_of
+    from porter.sides import Threads, start_learner, start_rollout
+
+    threads, logs = Threads.on_this_machine(1), Path(tempfile.mkdtemp(prefix="zm-port-"))
+    with Progress(quiet) as progress, progress.stage("read both module trees"):
+        rollout = start_rollout("stock engine", found.path, found.dtype, threads, logs / "engine.log")
+        learner = start_learner("stock learner", found.path, found.dtype, threads, logs / "learner.log")
+        try:
+            trees = rollout.ready().rpc("zm_tree"), learner.ready().child.ask("tree")
+        finally:
+            rollout.stop()
+            learner.stop()
+    shutil.rmtree(logs, ignore_errors=True)
+    return Profile(**facts, sites=sites_of(*trees))
+
+
+def plan(
+    model: str, hw: str, out: Path | None, quiet: bool, seed: int, target_ratio: float, checkpoint: Path | None, twin: bool, threads: int,
+    allow_remote_code: bool,
+) -> tuple[Plan, Path]:  # fmt: skip
+    """Iteration 0 alone: the first plan and its file."""
+    from porter.loop import TYPICAL, Loop, Settings
+
+    target = resolve_hardware(hw)
+    found = _checkpoint(model, checkpoint, twin, seed, allow_remote_code, quiet)
+    run = RunDirectory.create(found.slug, target.name, out=out)
+    with Progress(quiet, typical={k: TYPICAL[k] for k in list(TYPICAL)[:3]}) as progress:
+        loop = Loop(found, Settings(target.name, target_ratio, 1, threads, seed), run, progress)
+        try:
+            loop.iteration_zero()
+        finally:
+            loop.stop_all()
+    path = run.save_json("plan-1.json", loop.plan)
+    return loop.plan, path
+
+
+def read_plan(path: Path) -> Plan:
+    """A plan file. Raises UsageFault naming the file and the field."""
+    try:
+        return Plan.model_validate_json(path.read_text())
+    except OSError as error:
+        raise UsageFault(f"{path}: {error.strerror or error}", "give a plan-N.json of a run directory") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageFault(f"{path}: {'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}", "a plan is written by `zm-port plan`") from error
+
+
+def render(path: Path, out: Path | None, check: bool, force: bool) -> tuple[Path, list[str]]:
+    """Writes a port, or with `check` lists how the port on disk differs from its plan."""
+    made, folder = read_plan(path), out or path.parent / "port"
+    if check:
+        if not folder.is_dir():
+            raise UsageFault(f"{folder}: no port there", "render it first, or name its folder with --out")
+        return folder, rendering.drift(made, folder)
+    return rendering.write(made, folder, force), []
+
+
+def read_port(folder: Path) -> tuple[Plan, str]:
+    """(plan, import name) of a port. Raises UsageFault for a folder that is none, or one edited by hand."""
+    manifest = next(iter(sorted(folder.glob("*/manifest.json"))), None) if folder.is_dir() else None
+    if manifest is None:
+        raise UsageFault(f"{folder}: not a port (no manifest.json)", "give the port folder of a run, runs/.../port")
+    try:
+        record = json.loads(manifest.read_text())
+        made, package = Plan.model_validate(record["plan"]), record["package"]
+        files = record["files"]
+    except (ValueError, KeyError, ValidationError) as error:
+        raise UsageFault(f"{manifest}: not a manifest ({' '.join(str(error).split())[:120]})", "render the plan again") from error
+    import hashlib
+
+    for name, digest in files.items():
+        path = folder / name
+        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise UsageFault(f"{path}: {'edited by hand' if path.exists() else 'missing'}", "change the plan, a template or a kernel, then render")
+    return made, package
+
+
+def _loop_of(folder: Path, out: Path | None, checkpoint: Path | None, seed: int, threads: int, progress: Progress, quiet: bool):
+    from porter.loop import Loop, Settings
+
+    made, _ = read_port(folder)
+    found = _checkpoint(made.model.name.removesuffix("-twin"), checkpoint, made.model.name.endswith("-twin"), seed, False, quiet) if checkpoint is None else resolve(str(checkpoint))
+    if found.dtype != made.dtype or found.architecture != made.model.architecture:
+        raise UsageFault(f"--checkpoint: {found.architecture} in {found.dtype}, the port is for {made.model.architecture} in {made.dtype}")
+    run = RunDirectory.create(found.slug, made.hw, out=out)
+    loop = Loop(found.model_copy(update={"slug": made.slug}), Settings(made.hw, threads=threads, seed=seed), run, progress)
+    loop.plan = made
+    shutil.copytree(folder, run.port, dirs_exist_ok=True)
+    return loop, run
+
+
+def check(folder: Path, out: Path | None, quiet: bool, seed: int, checkpoint: Path | None, threads: int) -> Report:
+    """Every rung on an existing port; throughput is not measured."""
+    with Progress(quiet, typical={"start aligned engine and learner": 40, "check": 60}) as progress:
+        loop, run = _loop_of(folder, out, checkpoint, seed, threads, progress, quiet)
+        loop.go = lambda: _check_only(loop)
+        report = _finish(loop, run, progress)
+    progress.final(report)
+    return report
+
+
+def _check_only(loop: Any) -> Report:
+    from porter.bits import Mismatch, PositionSeries
+
+    try:
+        kept = loop._check()
+    finally:
+        loop.stop_all()
+    loop.mismatch = Mismatch.model_validate(kept["mismatch"])
+    loop.positions = PositionSeries.model_validate(kept["positions"])
+    loop.calls = {site: tuple(c) for site, c in kept["calls"].items()}
+    return loop.report()
+
+
+def bench(folder: Path, quiet: bool, seed: int, checkpoint: Path | None, threads: int, pairs: int, short: bool):
+    """Throughput of an existing port. A small check comes first: no figure beside a mismatch."""
+    from porter import baseline, bench as benching
+    from porter.check import Ladder, Rung
+    from porter.report import Throughput
+
+    with Progress(quiet) as progress:
+        loop, run = _loop_of(folder, None, checkpoint, seed, threads, progress, quiet)
+        try:
+            with progress.stage("start aligned engine and learner"):
+                aligned, learner = loop._aligned()
+            with progress.stage("check"):
+                ladder = Ladder(aligned, learner, loop.record)
+                ladder.run(Rung("batch 16, temperature 1", loop.prompts(3).short(16), [24] * 16))
+                ladder.settle()
+            if ladder.pairs.unequal():
+                raise EngineFault(f"{ladder.pairs.unequal()} of {len(ladder.pairs.rollout)} tokens are unequal: no throughput beside a mismatch", "run zm-port check PORT")
+            loop.learners.pop("aligned").stop()
+            choice = baseline.known(baseline.key_of(loop.checkpoint, loop.threads))
+            if choice is None:
+                with progress.stage("choose the fastest stock configuration (once per machine)") as stage:
+                    from porter.sides import start_rollout
+
+                    stock = start_rollout("stock engine", loop.checkpoint.path, loop.checkpoint.dtype, loop.threads, run.path / "logs/stock-engine.log").ready()
+                    try:
+                        choice = baseline.decide(baseline.key_of(loop.checkpoint, loop.threads), loop.checkpoint, loop.threads, stock, lambda: loop.prompts(9), run.path / "logs", stage.note)
+                    finally:
+                        stock.stop()
+            with progress.stage("start fastest stock engine"):
+                loop._start_fastest(choice)
+                fastest = loop.rollouts["fastest"].ready()
+            loads = (benching.default_loads if short else benching.long_loads)(loop.prompts(5))
+            found = []
+            with progress.stage("throughput", total=2 * pairs * len(loads), unit="runs") as stage:
+                for load in loads:
+                    stage.note(load.name)
+                    found.append(benching.pairs(aligned, fastest, load, pairs, stage.advance))
+        finally:
+            loop.stop_all()
+    made = Throughput.of(found, target_ratio=loop.settings.target_ratio, baseline_configuration=choice["settings"])
+    run.save_json("throughput.json", made)
+    return made
+
+
+def report(folder: Path) -> Report:
+    """A run's report, its other forms written anew."""
+    run = RunDirectory.open(folder)
+    found = reports.read(run)
+    reports.write(run, found)
+    return found
+
+
+def models(as_json: bool) -> None:
+    """Prints the known models."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from porter import known_models
+
+    found = [{"slug": m.slug, "name": m.name, "aliases": list(m.aliases), "architecture": m.architecture, "weights": m.package.name if m.package else (m.hub or "")} for m in known_models.known_models().values()]
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        return
+    table = Table("slug", "name", "architecture", "weights from", box=None)
+    for m in found:
+        table.add_row(m["slug"], m["name"], m["architecture"] or "", m["weights"])
+    Console().print(table)
+
+
+def show_profile(profile: Profile) -> None:
+    """A person's view of a profile."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"{profile.name}: {profile.architecture}, {profile.layers} layers, {profile.parameters:,} parameters, {profile.dtype}, {profile.weights} weights")
+    console.print(profile.source)
+    for note in profile.notes:
+        console.print(f"note: {note}")
+    if profile.sites:
+        table = Table("site", "operation", "rollout", "learner", "count", "", box=None)
+        for s in profile.sites:
+            table.add_row(s.site, s.op, s.rollout_class or "-", s.learner_class or "-", str(s.count), "recognised" if s.recognised else "not recognised")
+        console.print(table)
+
+
+def show_throughput(throughput: Any) -> None:
+    """A person's view of throughput."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("workload", "aligned tok/s", "stock tok/s", "ratio", "interval", "pairs", box=None)
+    for w in throughput.workloads:
+        table.add_row(w.name, f"{w.aligned_tok_s:.1f}", f"{w.baseline_tok_s:.1f}", f"{w.ratio:.3f}", f"{w.ratio_low:.3f}-{w.ratio_high:.3f}", str(w.pairs))
+    Console().print(table)
+
+
+__all__ = ["ExitCode"]

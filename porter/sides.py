@@ -1,0 +1,143 @@
+"""Starts the two sides as child processes: same environment, same explicit thread binding, one difference at a time.
+
+The baseline loads no plugin at all; the port under test is on PYTHONPATH for its engine and its learner alone.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from porter.child import Child, Pending
+from porter.hardware import usable_cpus
+
+KV_BYTES = 1 << 28
+MAX_LENGTH = 1024
+BATCHED_TOKENS = 1024
+SEQUENCES = 64
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Which CPUs the engine's worker and the learner are bound to, `count` each."""
+
+    count: int
+    engine: tuple[int, ...]
+    learner: tuple[int, ...]
+
+    @classmethod
+    def on_this_machine(cls, count: int) -> Threads:
+        """The engine on the first CPUs, the learner on the next, or on the same where there are no more."""
+        cpus = usable_cpus()
+        engine = tuple(cpus[:count])
+        return cls(count, engine, tuple(cpus[count : 2 * count]) or engine)
+
+    def text(self) -> str:
+        """The binding in words."""
+        return f"engine {','.join(map(str, self.engine))}; learner {','.join(map(str, self.learner))}"
+
+
+def environment(threads: Threads, cpus: tuple[int, ...], **more: str) -> dict[str, str | None]:
+    """What a child gets: the user's VLLM_* settings do not reach it, since one of them could change the bits."""
+    cleared = {name: None for name in os.environ if name.startswith(("VLLM_", "TORCHINDUCTOR_", "OMP_", "MKL_", "GOMP_"))}
+    return cleared | {
+        "OMP_NUM_THREADS": str(threads.count),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "ZM_PORT_CPUS": ",".join(map(str, cpus)),
+    } | more  # fmt: skip
+
+
+@dataclass
+class Rollout:
+    """A vLLM engine child; `settings` are what it was started with."""
+
+    child: Child
+    settings: dict[str, Any]
+    started: Pending
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    def ready(self, on_progress=None) -> Rollout:
+        """Waits for the start."""
+        if not self.environment:
+            self.environment = self.started.wait(on_progress)["environment"]
+        return self
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float = 1.0, on_progress=None, **more: Any) -> dict[str, Any]:
+        """Samples from all prompts at once; see vllm_adapter.Engine.generate."""
+        return self.child.ask("generate", 1800, on_progress, prompts=prompts, max_tokens=max_tokens, temperature=temperature, **more)
+
+    def rpc(self, name: str, *arguments: Any) -> Any:
+        """A named method inside the worker."""
+        return self.child.ask("call", 600, rpc=name, arguments=list(arguments))
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache."""
+        self.child.ask("forget_prefixes", 60)
+
+    def stop(self) -> None:
+        """Ends the engine's processes."""
+        self.child.stop()
+
+
+def start_rollout(
+    name: str, path: Path, dtype: str, threads: Threads, log: Path, port: Path | None = None, package: str = "", cpus: tuple[int, ...] | None = None, **settings: Any
+) -> Rollout:
+    """Starts an engine without waiting for it. `port` is the folder that goes on PYTHONPATH."""
+    cpus = cpus or threads.engine
+    eager = settings.setdefault("enforce_eager", True)
+    more = {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)),
+        "VLLM_PLUGINS": package,  # empty: a name that no plugin has, so none is loaded
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TORCHDYNAMO_DISABLE": "1" if eager else "0",
+    }
+    if port is not None:
+        more["PYTHONPATH"] = os.pathsep.join(filter(None, [str(port.resolve()), os.environ.get("PYTHONPATH", "")]))
+    child = Child(name, "porter.engine_server", log, environment(threads, (), **more))
+    settings = {
+        "dtype": dtype,
+        "max_model_len": MAX_LENGTH,
+        "max_num_seqs": SEQUENCES,
+        "max_num_batched_tokens": BATCHED_TOKENS,
+        "kv_cache_memory_bytes": KV_BYTES,
+        "enable_prefix_caching": True,
+        **settings,
+    }
+    return Rollout(child, settings, child.request("start", 900, path=str(path), **settings))
+
+
+@dataclass
+class Learner:
+    """A transformers model child."""
+
+    child: Child
+    started: Pending
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def ready(self) -> Learner:
+        """Waits for the model to be loaded."""
+        if not self.facts:
+            self.facts = self.started.wait()
+        return self
+
+    def score(self, sequences: list[dict[str, Any]], temperature: float = 1.0, layout: str = "alone") -> Pending:
+        """Asks for log-probabilities; the answer has `logprobs` and `seconds`."""
+        return self.child.request("score", 3600, sequences=sequences, temperature=temperature, layout=layout)
+
+    def stop(self) -> None:
+        """Ends the learner."""
+        self.child.stop()
+
+
+def start_learner(name: str, path: Path, dtype: str, threads: Threads, log: Path, port: Path | None = None, package: str = "") -> Learner:
+    """Starts a learner without waiting for it."""
+    more = {}
+    if port is not None:
+        more["PYTHONPATH"] = os.pathsep.join(filter(None, [str(port.resolve()), os.environ.get("PYTHONPATH", "")]))
+    child = Child(name, "porter.learner_server", log, environment(threads, threads.learner, **more))
+    started = child.request("load", 900, path=str(path), dtype=dtype, threads=threads.count, port=package)
+    return Learner(child, started)

@@ -1,0 +1,62 @@
+"""Norm, rotary, gating, log-probability: the rollout's operation gives the modelling code's very bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+from porter.kernels import gated_activation, log_probability, rms_norm, rotary
+
+
+def bits(x):
+    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_add_and_norm_follow_the_modelling_code(dtype):
+    x, residual = torch.randn(13, 96).to(dtype), torch.randn(13, 96).to(dtype)
+    norm = modeling_llama.LlamaRMSNorm(96, 1e-5).to(dtype)
+    norm.weight.data.normal_()
+    y, total = rms_norm.add_rms_norm(x, residual, norm.weight.detach(), 1e-5, "before_weight", "test")
+    assert torch.equal(bits(total), bits(x + residual)) and torch.equal(bits(y), bits(norm(x + residual).detach()))
+    other, _ = rms_norm.add_rms_norm(x, residual, norm.weight.detach(), 1e-5, "after_weight", "test")
+    assert not torch.equal(bits(other), bits(y))  # the rounding point is visible
+
+
+def test_rotary_follows_the_modelling_code():
+    positions, size, theta = torch.randint(0, 500, (11,)), 32, 10000.0
+    q, k = torch.randn(11, 4 * size).bfloat16(), torch.randn(11, 2 * size).bfloat16()
+    angles = positions[:, None].float() * (1.0 / theta ** (torch.arange(0, size, 2).float() / size))
+    cos, sin = (torch.cat((f, f), -1).bfloat16()[None] for f in (angles.cos(), angles.sin()))
+    shaped = [x.view(1, 11, -1, size).transpose(1, 2) for x in (q, k)]
+    wanted = [x.transpose(1, 2).reshape(11, -1) for x in modeling_llama.apply_rotary_pos_emb(*shaped, cos, sin)]
+    every = torch.arange(500).float()[:, None] * (1.0 / theta ** (torch.arange(0, size, 2).float() / size))
+    table = torch.cat((every.cos(), every.sin()), -1).bfloat16()
+    made = rotary.rotary(positions, q, k, table, size, True, "each_product", "test")
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(made, wanted, strict=True))
+    once = rotary.rotary(positions, q, k, table, size, True, "once", "test")
+    assert not torch.equal(bits(once[0]), bits(wanted[0]))
+
+
+def test_interleaved_rotary_equals_neox_on_permuted_heads():
+    x, angle = torch.randn(5, 2, 16), torch.randn(5, 1, 8)
+    pairs = rotary.reference(x, angle.cos(), angle.sin(), False)
+    order = torch.cat((torch.arange(0, 16, 2), torch.arange(1, 16, 2)))
+    assert torch.equal(rotary.reference(x[..., order], angle.cos(), angle.sin(), True), pairs[..., order])
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_gated_activation_rounds_the_activation(name):
+    x = torch.randn(7, 64).bfloat16()
+    y = gated_activation.gated_activation(x, name, "each_step", "test")
+    assert torch.equal(bits(y), bits(gated_activation.ACTIVATIONS[name](x[:, :32]) * x[:, 32:]))
+
+
+def test_log_probability_at_a_temperature_divides_the_logits():
+    logits, tokens = torch.randn(5, 300).bfloat16(), torch.arange(5)
+    got = log_probability.log_probability(logits, tokens, 0.6)
+    wanted = (logits.double() / torch.tensor(0.6, dtype=torch.float32).double()).log_softmax(-1)[torch.arange(5), tokens]
+    torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
+    raw = log_probability.log_probability(logits, tokens, 1.0)
+    assert not torch.equal(raw / 0.6, got)
