@@ -35,6 +35,7 @@ class NoCompiler(RuntimeError):
     """No C++ compiler on this machine, or it refused the source."""
 
 
+@functools.cache
 def compiler() -> str | None:
     """The C++ compiler: $CXX, g++ or clang++; None when there is none."""
     for name in (os.environ.get("CXX"), "g++", "clang++"):

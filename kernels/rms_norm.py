@@ -8,9 +8,14 @@ Shape legend: x, residual [..., C]; weight [C]; all one dtype; eps is a plain nu
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
+
 import torch
 
+from .build import compiler, library
 from .ladder import Rung
+from .linear import DTYPES
 from .operation import operation
 
 
@@ -31,9 +36,29 @@ def weight_in_float32(x: torch.Tensor, weight: torch.Tensor | None, eps: float) 
 ROUNDINGS = {"before_weight": reference, "after_weight": weight_in_float32}
 
 
+@cache
+def _kernel():
+    kernel, i, p, n = library("elementwise"), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    kernel.rms_norm_scale.argtypes = [p, p, p, p, i, i, ctypes.c_float, n, n, n]
+    return kernel
+
+
+def _scaled(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str) -> torch.Tensor:
+    """The reference's bits: torch reduces (its order is what the modelling code gets), one pass does the rest."""
+    if compiler() is None or (weight is not None and weight.dtype != x.dtype):
+        return ROUNDINGS[rounding](x, weight, eps)
+    mean_square = x.float().pow(2).mean(-1)
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    _kernel().rms_norm_scale(
+        x.data_ptr(), mean_square.data_ptr(), None if weight is None else weight.data_ptr(), y.data_ptr(), mean_square.numel(),
+        x.shape[-1], eps, rounding == "before_weight", DTYPES[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
 def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, rounding: str):
     total = x + residual if residual is not None else x.clone()
-    return ROUNDINGS[rounding](total, weight, eps), total
+    return _scaled(total, weight, eps, rounding), total
 
 
 _operation = operation(

@@ -6,9 +6,14 @@ table [positions, R] = cos and sin of R / 2 angles each, in the dtype of q.
 
 from __future__ import annotations
 
+import ctypes
+from functools import cache
+
 import torch
 
+from .build import compiler, library
 from .ladder import Rung
+from .linear import DTYPES
 from .operation import operation
 
 
@@ -36,22 +41,41 @@ def in_float32(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool
 ROUNDINGS = {"each_product": reference, "once": in_float32}
 
 
-def _rotate(x, positions, table, size: int, neox: bool, rounding: str) -> torch.Tensor:
+def plain(x, positions, table, size: int, neox: bool, rounding: str) -> torch.Tensor:
+    """x [T, H * D] rotated by tensor operations: what the kernel is held against."""
     cos, sin = table[positions.flatten()].to(x.dtype)[:, None].chunk(2, -1)
     heads, rotated = x.view(x.shape[0], -1, size), table.shape[-1]
     y = ROUNDINGS[rounding](heads[..., :rotated], cos, sin, neox)
     return (y if rotated == size else torch.cat((y, heads[..., rotated:]), -1)).reshape(x.shape)
 
 
+@cache
+def _kernel():
+    kernel, i, p, n = library("elementwise"), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    kernel.rotary.argtypes = [p, i, p, p, p, i, i, i, i, n, n, n, n]
+    return kernel
+
+
+def _rotate(x, positions, table, size: int, neox: bool, rounding: str) -> torch.Tensor:
+    if compiler() is None:
+        return plain(x, positions, table, size, neox, rounding)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype)
+    _kernel().rotary(
+        x.data_ptr(), x.stride(0), y.data_ptr(), positions.data_ptr(), table.data_ptr(), x.shape[0], x.shape[1] // size, size,
+        table.shape[-1] // 2, neox, rounding == "each_product", DTYPES[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
 def _rotary(positions, q, k, table, size, neox, rounding):
-    # one pass over queries and keys together: a decode step is a few rows, so calls cost more than arithmetic
-    joined = _rotate(torch.cat((q, k), -1), positions, table, size, neox, rounding)
-    return joined[:, : q.shape[1]], joined[:, q.shape[1] :]
+    positions, table = positions.flatten().contiguous(), table.to(q.dtype).contiguous()
+    return tuple(_rotate(x, positions, table, size, neox, rounding) for x in (q, k))
 
 
 _operation = operation(
     "rotary(Tensor positions, Tensor q, Tensor k, Tensor table, int size, bool neox, str rounding, str site) -> (Tensor, Tensor)",
-    lambda *a: tuple(x.contiguous() for x in _rotary(*a)),
+    _rotary,
     shape=lambda positions, q, k, *a: (torch.empty_like(q), torch.empty_like(k)),
 )
 

@@ -118,12 +118,13 @@ def inspect_folder(
     """The checkpoint in folder `path`, looked at in full; `known` is the model it has to be."""
     if not path.is_dir():
         raise UsageFault(f"{path} is no folder: a checkpoint folder is needed")
+    if known and known.architecture:
+        stated = read_json(path / "config.json").get("architectures")
+        if stated and stated != [known.architecture]:
+            raise UsageFault(
+                f"{path / 'config.json'}: architectures: {stated} is not {known.slug}'s: {known.architecture}"
+            )
     contents = validate(path, allow_remote_code=allow_remote_code, cache=cache, progress=progress)
-    if known and known.architecture not in (None, contents.architecture):
-        raise UsageFault(
-            f"{path / 'config.json'}: architectures: {contents.architecture!r} is not {known.slug}'s "
-            f"({known.architecture})"
-        )
     twin = read_json(path / TWIN_FILE) if (path / TWIN_FILE).exists() else None
     if twin is not None:
         source = source or f"twin of {twin.get('of')}, seed {twin.get('seed')}"

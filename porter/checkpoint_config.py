@@ -130,7 +130,7 @@ def check_dtype(path: Path, config: dict[str, Any]) -> str | None:
             value = part.get(key) if isinstance(part, dict) else None
             if value is not None:
                 name = value.removeprefix("torch.") if isinstance(value, str) else value
-                if name not in DTYPES:
+                if not isinstance(name, str) or name not in DTYPES:
                     raise UsageFault(
                         f"{path}: {prefix}{key}: {value!r} is not covered; accepted: {accepted_dtypes()}"
                     )

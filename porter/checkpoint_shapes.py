@@ -74,7 +74,8 @@ def expected(
         EngineFault: the program crashed or took too long.
     """
     program = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    key = json.dumps([config, transformers_version(), program, allow_remote_code], sort_keys=True)
+    shaping = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
+    key = json.dumps([shaping, transformers_version(), program, allow_remote_code], sort_keys=True)
     kept = cache_folder / "shapes" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     try:
         return json.loads(kept.read_text(encoding="utf-8"))
@@ -98,35 +99,36 @@ def unloadable(
 
 
 def _run(folder: Path, allow_remote_code: bool, *options: str) -> dict[str, Any]:
-    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-P", "-m", "porter.checkpoint_shapes", str(folder), *options]
-    if allow_remote_code:
-        command.append("--allow-remote-code")
+    arguments = [str(folder), *options, *(["--allow-remote-code"] if allow_remote_code else [])]
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            env={**os.environ, **quiet},
-            check=False,
-        )
+        code, out, err = _program(arguments)
     except subprocess.TimeoutExpired:
         raise UsageFault(
             f"{folder / 'config.json'}: transformers has not built this model after {_SECONDS} s",
             "look for absurd dimensions",
         ) from None
     try:
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(out.splitlines()[-1])
     except (ValueError, IndexError):
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        last = (err.strip().splitlines() or ["no output"])[-1]
         raise EngineFault(
-            f"building {folder.name} on the meta device ended with exit code {done.returncode}: {last}",
+            f"building {folder.name} on the meta device ended with exit code {code}: {last}",
             f"run it by hand: python -m porter.checkpoint_shapes {folder}",
         ) from None
     if "fault" in found:
         raise UsageFault(f"{folder / 'config.json'}: transformers refuses it: {found['fault']}")
     return found
+
+
+def _program(arguments: list[str]) -> tuple[int, str, str]:
+    """Runs this file as a program: (exit code, stdout, stderr)."""
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-P", "-m", "porter.checkpoint_shapes", *arguments]
+    environment = {**os.environ, **quiet}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def _meta_model(folder: Path, allow_remote_code: bool) -> Any:

@@ -43,11 +43,12 @@ def download(
     """
     import huggingface_hub
     from huggingface_hub import errors
+    from huggingface_hub.utils import disable_progress_bars
 
     hint = f"{hint}give a checkpoint folder; known models: {', '.join(known_models())}"
     python = ["*.py"] if allow_remote_code else []
     options = {"revision": revision, "allow_patterns": WANTED + python, "ignore_patterns": UNWANTED}
-    huggingface_hub.utils.disable_progress_bars()
+    disable_progress_bars()
     try:
         _require_space(repository, options, progress)
         path = Path(huggingface_hub.snapshot_download(repository, **options))

@@ -61,8 +61,8 @@ def _kernel_files(kernels: set[str]) -> dict[str, str]:
     files = {}
     for name in sorted(set().union(*[_imports(k) for k in {*kernels, *ALWAYS}])):
         files[f"{name}.py"] = (KERNELS / f"{name}.py").read_text()
-        if (KERNELS / f"{name}.cpp").exists():
-            files[f"{name}.cpp"] = (KERNELS / f"{name}.cpp").read_text()
+        for source in re.findall(r'library\("(\w+)"\)', files[f"{name}.py"]):
+            files[f"{source}.cpp"] = (KERNELS / f"{source}.cpp").read_text()
             files |= {h.name: h.read_text() for h in KERNELS.glob("*.h")}
     return files
 

@@ -90,7 +90,7 @@ def build(
     path = source / "config.json" if source.is_dir() else source
     published = read_json(path)
     named = published.get("dtype") or published.get("torch_dtype")
-    dtype = dtype or (named if named in DTYPES else "bfloat16")
+    dtype = dtype or (named if isinstance(named, str) and named in DTYPES else "bfloat16")
     names = published.get("architectures") or [published.get("model_type")]
     config_digest = hashlib.sha256(json.dumps(published, sort_keys=True).encode()).hexdigest()
     record = {

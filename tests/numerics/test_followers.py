@@ -60,3 +60,26 @@ def test_log_probability_at_a_temperature_divides_the_logits():
     torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
     raw = log_probability.log_probability(logits, tokens, 1.0)
     assert not torch.equal(raw / 0.6, got)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rounding", ["before_weight", "after_weight"])
+@pytest.mark.parametrize("shape", [(1, 576), (40, 96), (7, 3, 65)])
+def test_the_norm_kernel_has_the_bits_of_its_plain_form(dtype, rounding, shape):
+    x, w = (torch.randn(shape) * 3).to(dtype), torch.randn(shape[-1]).to(dtype)
+    y, _ = rms_norm._norm(x, None, w, 1e-6, rounding)
+    assert torch.equal(bits(y), bits(rms_norm.ROUNDINGS[rounding](x, w, 1e-6)))
+    y, _ = rms_norm._norm(x, None, None, 1e-6, rounding)
+    assert torch.equal(bits(y), bits(rms_norm.ROUNDINGS[rounding](x, None, 1e-6)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rounding", ["each_product", "once"])
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("rotated", [32, 16])
+def test_the_rotary_kernel_has_the_bits_of_its_plain_form(dtype, rounding, neox, rotated):
+    x, positions = torch.randn(13, 5 * 32).to(dtype)[:, : 3 * 32], torch.randint(0, 90, (13,))
+    angles = torch.randn(90, rotated // 2)
+    table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+    made = rotary._rotate(x, positions, table, 32, neox, rounding)
+    assert torch.equal(bits(made), bits(rotary.plain(x, positions, table, 32, neox, rounding)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from porter import checkpoint, safetensors_files
+from porter import checkpoint, checkpoint_shapes, safetensors_files
 from porter.checkpoint import Checkpoint
 from porter.errors import ExitCode, UsageFault
 from porter.safetensors_files import chunks, read_header
@@ -82,6 +84,23 @@ class CheckpointFolder:
         path.unlink()
         (self.path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         return weight_map
+
+
+@pytest.fixture(autouse=True)
+def shapes_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the program that asks transformers here, which imports torch once and not once per configuration.
+
+    A test marked `slow` has the program itself.
+    """
+
+    def program(arguments: list[str]) -> tuple[int, str, str]:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            code = checkpoint_shapes.main(arguments)
+        return code, out.getvalue(), ""
+
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(checkpoint_shapes, "_program", program)
 
 
 @pytest.fixture(scope="session")

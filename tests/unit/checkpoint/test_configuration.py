@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from porter import checkpoint
 from porter.checkpoint_config import NEUTRAL, sampling_notes
+from porter.errors import UsageFault
 
 
 def test_no_config(folder: Any, cache: Path) -> None:
     (folder.path / "config.json").unlink()
-    folder.refused(str(folder), "has no config.json")
+    folder.refused(str(folder.path), "has no config.json")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
@@ -97,3 +101,40 @@ def test_each_sampling_setting_is_noted_and_each_neutral_value_is_not(name: str,
     assert f"{name}=7" in sampling_notes(tmp_path, {})[0]
     (tmp_path / "generation_config.json").unlink()
     assert f"config.json brings {name}=7" in sampling_notes(tmp_path, {name: 7})[0]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+FIELDS = [
+    "architectures",
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "auto_map",
+    "quantization_config",
+    "text_config",
+]
+FIELDS += [
+    "num_hidden_layers",
+    "hidden_size",
+    "tie_word_embeddings",
+    "head_dim",
+    "rope_parameters",
+    "temperature",
+]
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(field=st.sampled_from(FIELDS), value=JSON)
+def test_any_value_in_any_field_is_no_traceback(field: str, value: Any, whole: Any, tmp_path: Path) -> None:
+    config = {**json.loads((whole.path / "config.json").read_text()), field: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    try:
+        found = checkpoint.resolve(str(tmp_path), cache=tmp_path / "cache")
+    except UsageFault as fault:
+        assert "config.json" in str(fault) and "\n" not in str(fault)
+    else:
+        assert found.weights == "random"

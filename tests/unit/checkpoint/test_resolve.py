@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from porter import checkpoint, hub
+from porter import checkpoint
 from porter.checkpoint import Checkpoint
 from porter.errors import EngineFault, ExitCode, UsageFault
 from porter.safetensors_files import read_header
@@ -75,35 +72,11 @@ def test_a_file_is_no_model(whole: Any, cache: Path) -> None:
         checkpoint.resolve(str(whole.path / "config.json"), cache=cache)
 
 
-def test_hub_that_cannot_be_reached(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (
-        "from porter import checkpoint, errors\n"
-        "try: checkpoint.resolve('owner/name')\n"
-        "except errors.UsageFault as fault: print(fault); print(fault.hint)"
-    )
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(tmp_path),
-        "XDG_CACHE_HOME": str(cache),
-    }
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environment)
-    line, hint = done.stdout.splitlines()
-    assert line.startswith("owner/name: no such folder is here, and the hub cannot be reached: ")
-    assert "smollm2-135m" in hint and done.returncode == 0
-
-
-def test_what_the_hub_left_here_is_used(whole: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "download", lambda *given, **options: (whole.path, "abc123"))
-    found = checkpoint.resolve("owner/Tiny-Llama", cache=cache)
-    assert (found.slug, found.source, found.revision) == ("tiny-llama", "hub owner/Tiny-Llama", "abc123")
-
-
 def test_weights_for_a_slug(whole: Any, folder: Any, cache: Path) -> None:
     found = checkpoint.resolve("smollm2", checkpoint=whole.path, cache=cache)
     assert found.slug == "smollm2-135m" and found.path == whole.path
     folder.change_config(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
-    with pytest.raises(UsageFault, match="architectures: 'Qwen2ForCausalLM' is not smollm2-135m's"):
+    with pytest.raises(UsageFault, match="is not smollm2-135m's"):
         checkpoint.resolve("smollm2", checkpoint=folder.path, cache=cache)
     with pytest.raises(UsageFault, match="is no folder"):
         checkpoint.resolve("smollm2", checkpoint=folder.path / "nothing", cache=cache)
