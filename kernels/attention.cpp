@@ -17,10 +17,11 @@ static constexpr int GROUP = 32;   // keys that share one step of the online sof
 static constexpr int MAX_SIZE = 512;
 
 // exp(x) for x <= 0: Cody-Waite reduction and a degree-6 polynomial (Cephes expf coefficients), error < 2 ulp.
+// No branch, so that loops over it use whole registers; far below the range it is 0, NaN stays NaN.
 static inline float exp_negative(float x) {
-  if (!(x > -87.0f)) return x != x ? x : 0.0f;
-  const float n = rintf(x * 1.44269504088896341f);
-  float r = fmaf(n, -0.693359375f, x);
+  const float in = x > -87.0f ? x : -87.0f;
+  const float n = rintf(in * 1.44269504088896341f);
+  float r = fmaf(n, -0.693359375f, in);
   r = fmaf(n, 2.12194440e-4f, r);
   float p = 1.9875691500e-4f;
   p = fmaf(p, r, 1.3981999507e-3f);
@@ -29,10 +30,11 @@ static inline float exp_negative(float x) {
   p = fmaf(p, r, 1.6666665459e-1f);
   p = fmaf(p, r, 5.0000001201e-1f);
   const float y = fmaf(p, r * r, r) + 1.0f;
-  uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+  const uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
   float scale;
   memcpy(&scale, &bits, 4);
-  return y * scale;
+  const float value = x > -87.0f ? y * scale : 0.0f;
+  return x != x ? x : value;
 }
 
 template <int DTYPE>
@@ -124,10 +126,15 @@ static inline void step(Row* const* rows, const void* k, const void* v, const Sh
       }
     if (row.slope != 0.0f)
       for (int j = 0; j < GROUP; j++) s[r][j] = s[r][j] + row.slope * (float)(group * GROUP + j - row.position);
-    float top = row.max;
-    for (int j = lo; j < hi; j++) top = s[r][j] > top || s[r][j] != s[r][j] ? s[r][j] : top;
+    if (lo > 0 || hi < GROUP)
+      for (int j = 0; j < GROUP; j++) s[r][j] = j >= lo && j < hi ? s[r][j] : -INFINITY;
+    float tops[16];   // the largest of a set does not depend on the order; a NaN score makes its sum NaN below
+    for (int j = 0; j < 16; j++) tops[j] = s[r][j] > s[r][j + 16] ? s[r][j] : s[r][j + 16];
+    for (int half = 8; half; half /= 2)
+      for (int j = 0; j < half; j++) tops[j] = tops[j] > tops[j + half] ? tops[j] : tops[j + half];
+    const float top = tops[0] > row.max ? tops[0] : row.max;
     alpha[r] = exp_negative(row.max - top);
-    for (int j = 0; j < GROUP; j++) s[r][j] = j >= lo && j < hi ? s[r][j] - top : -INFINITY;
+    for (int j = 0; j < GROUP; j++) s[r][j] = s[r][j] - top;
     for (int j = 0; j < GROUP; j++) s[r][j] = exp_negative(s[r][j]);
     float t[16];
     for (int j = 0; j < 16; j++) t[j] = s[r][j] + s[r][j + 16];
@@ -135,6 +142,30 @@ static inline void step(Row* const* rows, const void* k, const void* v, const Sh
     row.max = top;
   }
   add_values<DTYPE, R>(rows, v, shape.size, lo, hi, alpha, s);
+}
+
+// Every row that sees a key of this group: three at a time where they see all of it, else one by one.
+template <int DTYPE>
+static void rows_of_group(Row* rows, int count, const void* k, const void* v, int64_t key, const Shape& shape) {
+  const int64_t group = key / GROUP;
+  Row* full[3];
+  int waiting = 0;
+  for (int r = 0; r < count; r++) {
+    const int64_t lo = std::max<int64_t>(rows[r].first - key, 0), hi = std::min<int64_t>(rows[r].limit - key, GROUP);
+    if (lo >= hi) continue;
+    if (lo == 0 && hi == GROUP) {
+      full[waiting++] = &rows[r];
+      if (waiting == 3) {
+        step<DTYPE, 3>(full, k, v, shape, group, 0, GROUP);
+        waiting = 0;
+      }
+    } else {
+      Row* one = &rows[r];
+      step<DTYPE, 1>(&one, k, v, shape, group, (int)lo, (int)hi);
+    }
+  }
+  if (waiting == 2) step<DTYPE, 2>(full, k, v, shape, group, 0, GROUP);
+  if (waiting == 1) step<DTYPE, 1>(full, k, v, shape, group, 0, GROUP);
 }
 
 template <int DTYPE>
@@ -151,24 +182,15 @@ static void walk(Row* rows, int count, const char* cache, const int32_t* table, 
     const char* base = cache + (int64_t)table[key / block] * block_bytes + head * head_bytes;
     const void* k = base + inside * shape.size * bytes;
     const void* v = base + (block + inside) * shape.size * bytes;
-    Row* full[3];
-    int waiting = 0;
-    for (int r = 0; r < count; r++) {
-      const int64_t lo = std::max<int64_t>(rows[r].first - key, 0), hi = std::min<int64_t>(rows[r].limit - key, GROUP);
-      if (lo >= hi) continue;
-      if (lo == 0 && hi == GROUP) {
-        full[waiting++] = &rows[r];
-        if (waiting == 3) {
-          step<DTYPE, 3>(full, k, v, shape, group, 0, GROUP);
-          waiting = 0;
-        }
-      } else {
-        Row* one = &rows[r];
-        step<DTYPE, 1>(&one, k, v, shape, group, (int)lo, (int)hi);
-      }
+    if (count > 6) {   // many rows share the group: widen it once
+      alignas(64) static thread_local float wide_k[MAX_SIZE * GROUP], wide_v[MAX_SIZE * GROUP];
+      for (int64_t i = 0; i < shape.size * GROUP; i += 16) store16(wide_k + i, widen<DTYPE>(k, i));
+      const int64_t used = std::min<int64_t>(end - key, GROUP) * shape.size;   // beyond is not of this sequence
+      for (int64_t i = 0; i < used; i += 16) store16(wide_v + i, widen<DTYPE>(v, i));
+      rows_of_group<FP32>(rows, count, wide_k, wide_v, key, shape);
+    } else {
+      rows_of_group<DTYPE>(rows, count, k, v, key, shape);
     }
-    if (waiting == 2) step<DTYPE, 2>(full, k, v, shape, group, 0, GROUP);
-    if (waiting == 1) step<DTYPE, 1>(full, k, v, shape, group, 0, GROUP);
   }
 }
 

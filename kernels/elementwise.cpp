@@ -19,29 +19,32 @@ static inline float rounded(float x) {
   return x;
 }
 
+static constexpr int64_t MAX_HALF = 256;
+
 // x, y [tokens, heads, size]; table [positions, 2 * half] = cos, sin; the first 2 * half of each head turn.
-template <int DTYPE>
+// Plain arrays between the loads and the stores, so that the compiler can use whole registers.
+template <int DTYPE, bool NEOX>
 static void rotate(const void* x, int64_t x_stride, void* y, const int64_t* positions, const void* table, int64_t tokens,
-                   int64_t heads, int64_t size, int64_t half, bool neox, bool each_product, int threads) {
+                   int64_t heads, int64_t size, int64_t half, bool each_product, int threads) {
 #pragma omp parallel for num_threads(threads) if (tokens > 8)
   for (int64_t t = 0; t < tokens; t++) {
-    const int64_t row = positions[t] * 2 * half;
+    float c[MAX_HALF], s[MAX_HALF], p[MAX_HALF], q[MAX_HALF], u[MAX_HALF], v[MAX_HALF];
+    const int64_t row = positions[t] * 2 * half, step = NEOX ? 1 : 2, second = NEOX ? half : 1;
+    for (int64_t i = 0; i < half; i++) c[i] = load<DTYPE>(table, row + i);
+    for (int64_t i = 0; i < half; i++) s[i] = load<DTYPE>(table, row + half + i);
     for (int64_t h = 0; h < heads; h++) {
       const int64_t from = t * x_stride + h * size, to = (t * heads + h) * size;
-      for (int64_t i = 0; i < half; i++) {
-        const int64_t a = neox ? i : 2 * i, b = neox ? i + half : 2 * i + 1;
-        const float c = load<DTYPE>(table, row + i), s = load<DTYPE>(table, row + half + i);
-        const float p = load<DTYPE>(x, from + a), q = load<DTYPE>(x, from + b);
-        float pc = p * c, qs = -q * s, qc = q * c, ps = p * s;
-        if (each_product) {
-          pc = rounded<DTYPE>(pc);
-          qs = rounded<DTYPE>(qs);
-          qc = rounded<DTYPE>(qc);
-          ps = rounded<DTYPE>(ps);
-        }
-        store_from_float(y, to + a, pc + qs, DTYPE);
-        store_from_float(y, to + b, qc + ps, DTYPE);
+      for (int64_t i = 0; i < half; i++) p[i] = load<DTYPE>(x, from + i * step);
+      for (int64_t i = 0; i < half; i++) q[i] = load<DTYPE>(x, from + i * step + second);
+      if (each_product) {
+        for (int64_t i = 0; i < half; i++) u[i] = rounded<DTYPE>(p[i] * c[i]) + rounded<DTYPE>(-q[i] * s[i]);
+        for (int64_t i = 0; i < half; i++) v[i] = rounded<DTYPE>(q[i] * c[i]) + rounded<DTYPE>(p[i] * s[i]);
+      } else {
+        for (int64_t i = 0; i < half; i++) u[i] = p[i] * c[i] + -q[i] * s[i];
+        for (int64_t i = 0; i < half; i++) v[i] = q[i] * c[i] + p[i] * s[i];
       }
+      for (int64_t i = 0; i < half; i++) store_from_float(y, to + i * step, u[i], DTYPE);
+      for (int64_t i = 0; i < half; i++) store_from_float(y, to + i * step + second, v[i], DTYPE);
       for (int64_t i = 2 * half; i < size; i++) store_from_float(y, to + i, load<DTYPE>(x, from + i), DTYPE);
     }
   }
@@ -65,10 +68,14 @@ static void scale(const void* x, const float* mean_square, const void* weight, v
 
 extern "C" {
 
-void rotary(const void* x, int64_t x_stride, void* y, const int64_t* positions, const void* table, int64_t tokens, int64_t heads,
+// Returns 1 when a head is larger than the kernel takes.
+int rotary(const void* x, int64_t x_stride, void* y, const int64_t* positions, const void* table, int64_t tokens, int64_t heads,
             int64_t size, int64_t half, int neox, int each_product, int dtype, int threads) {
-  auto run = dtype == BF16 ? rotate<BF16> : dtype == FP16 ? rotate<FP16> : rotate<FP32>;
-  run(x, x_stride, y, positions, table, tokens, heads, size, half, neox, each_product, threads);
+  if (half > MAX_HALF) return 1;
+  auto halves = dtype == BF16 ? rotate<BF16, true> : dtype == FP16 ? rotate<FP16, true> : rotate<FP32, true>;
+  auto pairs = dtype == BF16 ? rotate<BF16, false> : dtype == FP16 ? rotate<FP16, false> : rotate<FP32, false>;
+  (neox ? halves : pairs)(x, x_stride, y, positions, table, tokens, heads, size, half, each_product, threads);
+  return 0;
 }
 
 void rms_norm_scale(const void* x, const float* mean_square, const void* weight, void* y, int64_t rows, int64_t size, float eps,

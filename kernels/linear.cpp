@@ -99,6 +99,11 @@ static void block(const float* a, int64_t lda, const uint32_t* panels, int64_t s
   for (int r = 0; r < MR; r++)
     for (int p = 0; p < NP; p++) {
       const int64_t first = column + p * LANES, count = std::min<int64_t>(LANES, n - first);
+      if (count == LANES && !bias && dtype == BF16) {  // the common case, in whole registers
+        uint16_t* target = (uint16_t*)y + (row + r) * n + first;
+        for (int c = 0; c < LANES; c++) target[c] = float_to_bf16(out[(r * NP + p) * LANES + c]);
+        continue;
+      }
       for (int64_t c = 0; c < count; c++) {
         float v = out[(r * NP + p) * LANES + c];
         if (bias) v = v + load_as_float(bias, first + c, dtype);

@@ -61,11 +61,11 @@ def _rotate(x, positions, table, size: int, neox: bool, rounding: str) -> torch.
         return plain(x, positions, table, size, neox, rounding)
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = torch.empty(x.shape, dtype=x.dtype)
-    _kernel().rotary(
+    failed = _kernel().rotary(
         x.data_ptr(), x.stride(0), y.data_ptr(), positions.data_ptr(), table.data_ptr(), x.shape[0], x.shape[1] // size, size,
         table.shape[-1] // 2, neox, rounding == "each_product", DTYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
-    return y
+    return plain(x, positions, table, size, neox, rounding) if failed else y
 
 
 def _rotary(positions, q, k, table, size, neox, rounding):

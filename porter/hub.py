@@ -21,7 +21,11 @@ def at_hand(repository: str) -> tuple[Path, str] | None:
     from huggingface_hub import snapshot_download
 
     try:
-        path = Path(snapshot_download(repository, local_files_only=True))
+        path = Path(
+            snapshot_download(
+                repository, local_files_only=True, allow_patterns=WANTED, ignore_patterns=UNWANTED
+            )
+        )
     except (OSError, ValueError):  # the hub's "not here" is an OSError
         return None
     return (path, path.name) if (path / "config.json").exists() else None
@@ -75,9 +79,12 @@ def download(
 
 def _require_space(repository: str, options: dict[str, Any], progress: Progress | None) -> None:
     """Asks the hub what would be fetched, and the disk whether it has room."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
-    files = snapshot_download(repository, dry_run=True, **options)
+    try:
+        files = snapshot_download(repository, dry_run=True, **options)
+    except errors.DryRunError:
+        return  # not reached: what is here may be enough, and the download says why if it is not
     needed = sum(file.file_size for file in files if file.will_download)
     folder = Path(constants.HF_HUB_CACHE)
     folder = next(parent for parent in (folder, *folder.parents) if parent.exists())

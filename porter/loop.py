@@ -149,21 +149,19 @@ class Loop:
         with self.progress.stage("record and diagnose"):
             recorded = iteration_zero.record(stock, self.prompts(1), self.trace)
             pending = iteration_zero.diagnose(learner, recorded, self.trace, self.settings.target_ratio)
+            treed = learner.child.request("tree")
         first = baseline_rungs(self.prompts(2))
         with self.progress.stage("stock mismatch", total=sum(r.tokens for r in first)) as stage:
             ladder = Ladder(stock, learner, lambda check: None, stage.advance)
             iteration_zero.measure(ladder, first)
-            stock.stop()
+            self.rollouts.pop("stock").stop()
+            diagnosis, tree = pending.wait(), treed.wait()
+            profile = self._profile(recorded, tree)
+            if not self._gaps(diagnosis):  # both engines start while the learner still scores
+                render.write(plans.make(profile, diagnosis["bindings"], 1, self.target.name), self.run.port)
+                self._start_aligned_rollout()
             self._start_fastest(choice)
-            diagnosis = pending.wait()
             ladder.settle()
-        tree = learner.child.ask("tree")
-        config = self.checkpoint
-        profile = Profile(
-            slug=config.slug, name=config.slug, architecture=config.architecture, model_type=config.model_type, source=config.source,
-            revision=config.revision, weights=config.weights, dtype=config.dtype, layers=config.layers, parameters=config.parameters,
-            config=config.config, sites=sites_of(recorded["rollout"], tree), notes=tuple(config.notes),
-        )  # fmt: skip
         return {
             "mismatch": ladder.pairs.mismatch().model_dump(mode="json"),
             "positions": ladder.pairs.by_position().model_dump(mode="json"),
@@ -173,10 +171,21 @@ class Loop:
             "choice": choice,
         }
 
+    def _profile(self, recorded: dict[str, Any], tree: list[dict[str, Any]]) -> Profile:
+        c = self.checkpoint
+        return Profile(
+            slug=c.slug, name=c.slug, architecture=c.architecture, model_type=c.model_type, source=c.source, revision=c.revision,
+            weights=c.weights, dtype=c.dtype, layers=c.layers, parameters=c.parameters, config=c.config,
+            sites=sites_of(recorded["rollout"], tree), notes=tuple(c.notes),
+        )  # fmt: skip
+
+    def _gaps(self, diagnosis: dict[str, Any]) -> list[str]:
+        return [*diagnosis["unplaced"], *(b["site"] for b in diagnosis["bindings"] if b["choice"] == "author")]
+
     def _placed(self, diagnosis: dict[str, Any]) -> None:
-        authors = [b["site"] for b in diagnosis["bindings"] if b["choice"] == "author"]
-        if diagnosis["unplaced"] or authors:
-            names = ", ".join([*diagnosis["unplaced"], *authors][:5])
+        gaps = self._gaps(diagnosis)
+        if gaps:
+            names = ", ".join(gaps[:5])
             self.run.save_json("task.json", {"unplaced": diagnosis["unplaced"], "author": [b for b in diagnosis["bindings"] if b["choice"] == "author"]})
             raise Escalation(f"no binding in the catalogue for {names}", f"the task is written out in {self.run.path / 'task.json'}")
 
@@ -233,15 +242,18 @@ class Loop:
 
     def _aligned(self) -> tuple[Rollout, Learner]:
         """The aligned engine and learner of the present port, started if they are not up."""
-        if "aligned" not in self.rollouts:
-            path, dtype, logs = self.checkpoint.path, self.checkpoint.dtype, self.run.path / "logs"
-            self.rollouts["aligned"] = start_rollout("aligned engine", path, dtype, self.threads, logs / "aligned-engine.log", self.run.port, self.package)
+        self._start_aligned_rollout()
         if "stock" in self.learners:
             self.learners.pop("stock").stop()
         if "aligned" not in self.learners:
             path, dtype, logs = self.checkpoint.path, self.checkpoint.dtype, self.run.path / "logs"
             self.learners["aligned"] = start_learner("aligned learner", path, dtype, self.threads, logs / "aligned-learner.log", self.run.port, self.package)
         return self.rollouts["aligned"].ready(), self.learners["aligned"].ready()
+
+    def _start_aligned_rollout(self) -> None:
+        if "aligned" not in self.rollouts:
+            log = self.run.path / "logs/aligned-engine.log"
+            self.rollouts["aligned"] = start_rollout("aligned engine", self.checkpoint.path, self.checkpoint.dtype, self.threads, log, self.run.port, self.package)
 
     def _check(self) -> dict[str, Any]:
         with self.progress.stage("start aligned engine and learner"):
@@ -287,9 +299,7 @@ class Loop:
                 self._start_fastest(self.choice)
                 if "aligned" in self.learners:
                     self.learners.pop("aligned").stop()
-                if "aligned" not in self.rollouts:
-                    self._aligned()
-                    self.learners.pop("aligned").stop()
+                self._start_aligned_rollout()
                 aligned, stock = self.rollouts["aligned"].ready(), self.rollouts["fastest"].ready()
             with self.progress.stage("throughput", total=2 * self.settings.pairs * len(loads), unit="runs") as stage:
                 for i, load in enumerate(loads):
