@@ -48,7 +48,7 @@ setup: .venv/installed  ## make .venv and install what the lock says
 	@touch $@
 
 clean:  ## remove .venv and what tools leave behind; runs/ stays
-	rm -rf .venv build dist .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 help:  ## say what the targets do

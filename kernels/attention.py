@@ -11,8 +11,8 @@ from functools import cache
 import torch
 
 from .build import library
-from .linear import DTYPES
 from .ladder import Rung
+from .linear import DTYPES
 from .operation import operation, with_backward
 
 PAGE = 32  # keys per step of the online softmax; a cache block is a multiple of it
@@ -63,7 +63,9 @@ def _paged(q, cache, y, starts, lengths, table, scale, window, softcap, slopes, 
         DTYPES[q.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if failed:
-        raise ValueError(f"attention: head size {q.shape[2]} (a multiple of 16 up to 512), cache block {block} (a multiple of 32), {q.shape[1]} query heads over {kv_heads}")
+        raise ValueError(
+            f"attention: head size {q.shape[2]} (a multiple of 16 up to 512), cache block {block} (a multiple of 32), {q.shape[1]} query heads over {kv_heads}"
+        )
 
 
 def _packed(q, k, v, query_starts, key_starts, scale, window, softcap, slopes, sinks) -> torch.Tensor:
@@ -105,7 +107,11 @@ def _plain(q, k, v, scale, window, softcap) -> torch.Tensor:
     share = q.shape[1] // k.shape[1]
     age = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
     visible = (age >= 0) & (age < (window or len(k)))
-    q, k, v = q.transpose(0, 1), k.repeat_interleave(share, 1).transpose(0, 1), v.repeat_interleave(share, 1).transpose(0, 1)
+    q, k, v = (
+        q.transpose(0, 1),
+        k.repeat_interleave(share, 1).transpose(0, 1),
+        v.repeat_interleave(share, 1).transpose(0, 1),
+    )
     if not softcap:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale).transpose(0, 1)
     s = softcap * torch.tanh(q @ k.transpose(1, 2) * scale / softcap)
@@ -113,7 +119,9 @@ def _plain(q, k, v, scale, window, softcap) -> torch.Tensor:
 
 
 _SETTINGS = "float scale, int window, float softcap, Tensor? slopes, Tensor? sinks, str site"
-store = operation("attention_store(Tensor k, Tensor v, Tensor(a!) cache, Tensor slots, str site) -> ()", _store, shape=lambda *a: None)
+store = operation(
+    "attention_store(Tensor k, Tensor v, Tensor(a!) cache, Tensor slots, str site) -> ()", _store, shape=lambda *a: None
+)
 paged = operation(
     f"attention_paged(Tensor q, Tensor cache, Tensor(a!) y, Tensor starts, Tensor lengths, Tensor table, {_SETTINGS}) -> ()",
     _paged,

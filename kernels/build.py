@@ -60,7 +60,9 @@ def source_digest(name: str) -> str:
 
 def _machine() -> str:
     try:
-        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
+        flags = next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
+        )
     except (OSError, StopIteration):
         flags = ""
     return platform.machine() + flags
@@ -82,8 +84,12 @@ def library(name: str) -> ctypes.CDLL:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / "kernel.so"
-            done = subprocess.run([program, *FLAGS, str(HERE / f"{name}.cpp"), "-o", str(built)], capture_output=True, text=True)
+            done = subprocess.run(
+                [program, *FLAGS, str(HERE / f"{name}.cpp"), "-o", str(built)], capture_output=True, text=True
+            )
             if done.returncode:
-                raise NoCompiler(f"kernel {name}: {program} failed: {done.stderr.strip().splitlines()[0] if done.stderr else done.returncode}")
+                raise NoCompiler(
+                    f"kernel {name}: {program} failed: {done.stderr.strip().splitlines()[0] if done.stderr else done.returncode}"
+                )
             os.replace(built, target)  # atomic: a second process sees the whole file or none
     return ctypes.CDLL(str(target))

@@ -50,9 +50,30 @@ def _packed(q, k, v, query_starts, key_starts, scale, window, softcap, split_kv)
     slots = first[sequence].long() * BLOCK + torch.arange(k.shape[0]) - key_starts[sequence].long()
     ops.cpu_attn_reshape_and_cache(k.contiguous(), v.contiguous(), keys, values, slots, isa, 1.0, 1.0, "auto")
     starts, window = query_starts.to(torch.int32), window or -1
-    plan = ops.get_scheduler_metadata(len(lengths), q.shape[1], kv_heads, size, lengths, q.dtype, starts, True, window, isa, split_kv, None, "auto")
+    plan = ops.get_scheduler_metadata(
+        len(lengths), q.shape[1], kv_heads, size, lengths, q.dtype, starts, True, window, isa, split_kv, None, "auto"
+    )
     y = torch.empty(q.shape, dtype=q.dtype)
-    ops.cpu_attention_with_kv_cache(q.contiguous(), keys, values, y, starts, lengths, scale, True, None, window, table, softcap, plan, None, None, 1.0, 1.0, "auto")
+    ops.cpu_attention_with_kv_cache(
+        q.contiguous(),
+        keys,
+        values,
+        y,
+        starts,
+        lengths,
+        scale,
+        True,
+        None,
+        window,
+        table,
+        softcap,
+        plan,
+        None,
+        None,
+        1.0,
+        1.0,
+        "auto",
+    )
     return y
 
 

@@ -30,7 +30,19 @@ def _kernel() -> ctypes.CDLL:
     kernel.linear_packed_words.restype = size
     kernel.linear_packed_words.argtypes = [size, size, ctypes.c_int]
     kernel.linear_pack.argtypes = [pointer, pointer, size, size, ctypes.c_int, ctypes.c_int]
-    kernel.linear.argtypes = [pointer, size, pointer, pointer, pointer, pointer, size, size, size, ctypes.c_int, ctypes.c_int]
+    kernel.linear.argtypes = [
+        pointer,
+        size,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        size,
+        size,
+        size,
+        ctypes.c_int,
+        ctypes.c_int,
+    ]
     return kernel
 
 
@@ -43,7 +55,9 @@ def pack(w: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def _linear(x: torch.Tensor, w: torch.Tensor | None, packed: torch.Tensor | None, b: torch.Tensor | None, n: int) -> torch.Tensor:
+def _linear(
+    x: torch.Tensor, w: torch.Tensor | None, packed: torch.Tensor | None, b: torch.Tensor | None, n: int
+) -> torch.Tensor:
     k = x.shape[-1]
     rows = x.reshape(-1, k)
     if rows.stride(-1) != 1:

@@ -16,7 +16,7 @@ from typing import Any
 from porter import hardware
 from porter.checkpoint import Checkpoint, cache_folder
 from porter.prompts import Prompts
-from porter.sides import Rollout, Threads, start_rollout
+from porter.sides import Rollout, Sides, Threads
 from porter.storage import atomic_write, digest_of
 
 COMPILE_MARGIN = 1.05
@@ -65,9 +65,9 @@ def _seconds(measured: dict[str, float]) -> float:
 
 
 def decide(
-    key: str, checkpoint: Checkpoint, threads: Threads, stock: Rollout, prompts: Callable[[], Prompts], logs: Path, note: Callable[[str], None]
+    key: str, checkpoint: Checkpoint, sides: Sides, prompts: Callable[[], Prompts], note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measures the candidates and keeps the choice. `stock` is the running eager engine in the checkpoint's dtype."""
+    """Measures the candidates and keeps the choice. The engine "stock" of `sides` runs the checkpoint's dtype, eager."""
     measured: dict[str, dict[str, float]] = {}
 
     def label(settings: dict[str, Any]) -> str:
@@ -75,15 +75,16 @@ def decide(
 
     def trial(settings: dict[str, Any]) -> None:
         note(f"measuring stock {label(settings)}")
-        rollout = start_rollout(f"stock engine ({label(settings)})", checkpoint.path, settings["dtype"], threads, logs / f"decide-{label(settings).replace(' ', '-')}.log", enforce_eager=settings["enforce_eager"])
+        name = f"trial-{label(settings).replace(' ', '-')}"
         try:
+            rollout = sides.start_rollout(name, settings["dtype"], enforce_eager=settings["enforce_eager"])
             measured[label(settings)] = measure(rollout.ready(), prompts())
         finally:
-            rollout.stop()
+            sides.stop(name)
 
     eager = [{"dtype": d, "enforce_eager": True} for d in dict.fromkeys([checkpoint.dtype, "float32"])]
     note(f"measuring stock {label(eager[0])}")
-    measured[label(eager[0])] = measure(stock, prompts())
+    measured[label(eager[0])] = measure(sides.start_rollout("stock").ready(), prompts())
     for settings in eager[1:]:
         trial(settings)
     best = min(eager, key=lambda s: _seconds(measured[label(s)]))

@@ -39,11 +39,22 @@ def long_loads(prompts: Prompts) -> list[Load]:
         Load("32 prompts x 128 tokens", prompts.short(32), [128] * 32, 32 * 128),
         Load("one stream x 256 tokens", prompts.short(1), [256], 256),
         Load("16 prompts of 512 tokens", prompts.long(16, 512), [1] * 16, 16 * 512),
-        Load("8 prompts x 8 samples, long tail", [p for p in prompts.short(8) for _ in range(8)], tail, sum(tail)),
+        Load(
+            "8 prompts x 8 samples, long tail",
+            [p for p in prompts.short(8) for _ in range(8)],
+            tail,
+            sum(tail),
+        ),
     ]
 
 
-def pairs(aligned: Rollout, stock: Rollout, load: Load, count: int, advance: Callable[[float], None] = lambda n: None) -> Workload:
+def pairs(
+    aligned: Rollout,
+    stock: Rollout,
+    load: Load,
+    count: int,
+    advance: Callable[[float], None] = lambda n: None,
+) -> Workload:
     """`count` interleaved pairs of one load, after one short warm-up of each side."""
     for side in (aligned, stock):
         side.generate(load.prompts[:1], [1])

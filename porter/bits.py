@@ -247,14 +247,10 @@ def _why_not_finite(
             for what, test in (("NaN", np.isnan), ("infinite", np.isinf))
             if test(side).any()
         ]
-        parts.append(
-            f"{int((~finite).sum())} of {d.size} pairs have no finite difference ({', '.join(counts)})"
-        )
+        parts.append(f"{int((~finite).sum())} of {d.size} pairs have no finite difference ({', '.join(counts)})")
         if finite.any():
             absolute = np.abs(d[finite])
-            parts.append(
-                f"the other {absolute.size} give max {absolute.max():.3g}, mean {absolute.mean():.3g}"
-            )
+            parts.append(f"the other {absolute.size} give max {absolute.max():.3g}, mean {absolute.mean():.3g}")
     overflows = int((finite & ~np.isfinite(k3)).sum())
     if overflows:
         parts.append(f"exp(learner - rollout) overflows at {overflows}")

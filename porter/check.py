@@ -45,12 +45,20 @@ class Pairs:
     positions: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
-    def add(self, name: str, sequences: list[dict[str, Any]], rollout: list[list[float]], learner: list[list[float]]) -> None:
+    def add(
+        self,
+        name: str,
+        sequences: list[dict[str, Any]],
+        rollout: list[list[float]],
+        learner: list[list[float]],
+    ) -> None:
         """Adds the response tokens of sequences. Raises ValueError when a side left a position unscored."""
         for i, (s, a, b) in enumerate(zip(sequences, rollout, learner, strict=True)):
             tokens = s["ids"][s["prompt"] :]
             if not len(a) == len(b) == len(tokens):
-                raise ValueError(f"{name} request {i}: {len(a)} and {len(b)} log-probabilities for {len(tokens)} tokens")
+                raise ValueError(
+                    f"{name} request {i}: {len(a)} and {len(b)} log-probabilities for {len(tokens)} tokens"
+                )
             self.rollout += [float("nan") if v is None else v for v in a]
             self.learner += [float("nan") if v is None else v for v in b]
             self.requests += [f"{name}/{i}"] * len(tokens)
@@ -107,7 +115,13 @@ LAYOUTS = ("padded_left", "padded_right", "packed")
 class Ladder:
     """Runs rungs on a pair of sides and records one check per rung."""
 
-    def __init__(self, rollout: Rollout, learner: Learner, record: Callable[[Check], None], advance: Callable[[float], None] = lambda n: None):
+    def __init__(
+        self,
+        rollout: Rollout,
+        learner: Learner,
+        record: Callable[[Check], None],
+        advance: Callable[[float], None] = lambda n: None,
+    ):
         self.rollout, self.learner, self.record, self.advance = rollout, learner, record, advance
         self.pairs = Pairs()
         self.waiting: list[tuple[Rung, list[dict], list[list[float]], Any, str]] = []
@@ -128,7 +142,15 @@ class Ladder:
         if rung.needs_cache and not cached:
             self.record(Check(name=rung.name, status="fail", detail="no prompt token came from the prefix cache"))
             return sequences
-        self.waiting.append((rung, sequences, [o["logprobs"] for o in outputs], self.learner.score(sequences, rung.temperature), detail))
+        self.waiting.append(
+            (
+                rung,
+                sequences,
+                [o["logprobs"] for o in outputs],
+                self.learner.score(sequences, rung.temperature),
+                detail,
+            )
+        )
         self.settle(wait=False)
         return sequences
 
@@ -139,7 +161,9 @@ class Ladder:
             answer = pending.wait()
             pairs = Pairs()
             pairs.add(rung.name, sequences, rollout, answer["logprobs"])
-            self.record(Check.counted(rung.name, len(pairs.rollout), pairs.unequal(), detail=detail, seconds=answer["seconds"]))
+            self.record(
+                Check.counted(rung.name, len(pairs.rollout), pairs.unequal(), detail=detail, seconds=answer["seconds"])
+            )
             self.pairs.extend(pairs)
             self.advance(len(pairs.rollout))
 
@@ -152,7 +176,14 @@ class Ladder:
         learner = self.learner.score(sequences).wait()["logprobs"]
         pairs = Pairs()
         pairs.add("rescoring", sequences, rollout, learner)
-        self.record(Check.counted("rescoring by prompt log-probabilities", len(pairs.rollout), pairs.unequal(), detail=f"{len(sequences)} requests"))
+        self.record(
+            Check.counted(
+                "rescoring by prompt log-probabilities",
+                len(pairs.rollout),
+                pairs.unequal(),
+                detail=f"{len(sequences)} requests",
+            )
+        )
         self.advance(len(pairs.rollout))
         self.pairs.extend(pairs)
 

@@ -217,9 +217,7 @@ def estimate_memory(checkpoint: Checkpoint, kv_bytes: int, engines: int = 1) -> 
     return engines * engine + weights + _GIB
 
 
-def require_memory(
-    checkpoint: Checkpoint, kv_bytes: int, engines: int = 1, *, root: Path = Path("/")
-) -> None:
+def require_memory(checkpoint: Checkpoint, kv_bytes: int, engines: int = 1, *, root: Path = Path("/")) -> None:
     """Raises EngineFault when less memory is available than `estimate_memory` says."""
     needed, available = estimate_memory(checkpoint, kv_bytes, engines), available_memory(root)
     if 0 < available < needed:

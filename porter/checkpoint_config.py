@@ -59,9 +59,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageFault(f"{path}: cannot be read: {error.strerror or error}") from error
     except json.JSONDecodeError as error:
-        raise UsageFault(
-            f"{path}: no complete JSON: line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from None
+        raise UsageFault(f"{path}: no complete JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
     except (ValueError, RecursionError) as error:
         raise UsageFault(f"{path}: no readable JSON: {error}") from None
     if not isinstance(value, dict):
@@ -80,7 +78,7 @@ def check_architecture(
         if config.get(key) and not allow_remote_code:
             raise UsageFault(
                 f"{path}: {key}: remote code without permission: the checkpoint brings Python code to run",
-                "allow it after reading that code, or remove the field to use transformers' own class",
+                "read that code, then pass --allow-remote-code, or remove the field to use transformers' own",
             )
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -101,15 +99,12 @@ def check_architecture(
         close = difflib.get_close_matches(architecture, classes, n=1)
         meant = f" (did you mean {close[0]}?)" if close else ""
         raise UsageFault(
-            f"{path}: architectures: {architecture!r} is no causal language model of "
-            f"transformers {version}{meant}"
+            f"{path}: architectures: {architecture!r} is no causal language model of transformers {version}{meant}"
         )
     if kind not in models:
         close = difflib.get_close_matches(kind, models, n=1)
         meant = f" (did you mean {close[0]}?)" if close else ""
-        raise UsageFault(
-            f"{path}: model_type: {kind!r} is no causal language model of transformers {version}{meant}"
-        )
+        raise UsageFault(f"{path}: model_type: {kind!r} is no causal language model of transformers {version}{meant}")
     if architecture not in models[kind]:
         # vLLM goes by the one field, transformers by the other.
         raise UsageFault(
@@ -131,9 +126,7 @@ def check_dtype(path: Path, config: dict[str, Any]) -> str | None:
             if value is not None:
                 name = value.removeprefix("torch.") if isinstance(value, str) else value
                 if not isinstance(name, str) or name not in DTYPES:
-                    raise UsageFault(
-                        f"{path}: {prefix}{key}: {value!r} is not covered; accepted: {accepted_dtypes()}"
-                    )
+                    raise UsageFault(f"{path}: {prefix}{key}: {value!r} is not covered; accepted: {accepted_dtypes()}")
                 return name
     return None
 

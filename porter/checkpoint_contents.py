@@ -48,9 +48,7 @@ class Contents:
     notes: list[str] = field(default_factory=list)
 
 
-def validate(
-    path: Path, *, allow_remote_code: bool = False, cache: Path, progress: Progress | None = None
-) -> Contents:
+def validate(path: Path, *, allow_remote_code: bool = False, cache: Path, progress: Progress | None = None) -> Contents:
     """Everything about the checkpoint in `path`; `cache` keeps what transformers says about a configuration.
 
     Raises:
@@ -76,9 +74,7 @@ def validate(
     dtype = dtype or _stored_dtype(config_path, tensors, notes)
     stored = {tensor.dtype for tensor in tensors.values() if tensor.dtype in DTYPES.values()}
     if stored - {DTYPES[dtype]}:
-        notes.append(
-            f"some weights are stored as {', '.join(sorted(stored))}; both sides read them as {dtype}"
-        )
+        notes.append(f"some weights are stored as {', '.join(sorted(stored))}; both sides read them as {dtype}")
     counted = {name: tensor.size for name, tensor in tensors.items()}
     if not counted:
         counted = {name: _product(shape) for name, shape in wanted["shapes"].items()}
@@ -141,18 +137,14 @@ def _weight_files(path: Path) -> dict[Path, set[str]]:
     if not index.exists():
         if single.exists() and len(present) > 1:
             others = ", ".join(sorted(present - {SINGLE}))
-            raise UsageFault(
-                f"{path}: beside {SINGLE} there is {others}: vLLM would load both", "move it away"
-            )
+            raise UsageFault(f"{path}: beside {SINGLE} there is {others}: vLLM would load both", "move it away")
         if single.exists():
             return {single: set()}
         if present:
             raise UsageFault(f"{path}: no {INDEX} to say what is in {', '.join(sorted(present))[:200]}")
         old = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
         if old:
-            raise UsageFault(
-                f"{path / old[0]}: safetensors are needed: pickled weights can run code when loaded"
-            )
+            raise UsageFault(f"{path / old[0]}: safetensors are needed: pickled weights can run code when loaded")
         return {}
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -163,9 +155,7 @@ def _weight_files(path: Path) -> dict[Path, set[str]]:
             raise UsageFault(f"{path / name}: missing: {INDEX} wants tensor {tensor} from it")
         files.setdefault(path / name, set()).add(tensor)
     if single.exists() and single not in files:
-        raise UsageFault(
-            f"{path}: transformers would load {SINGLE}, vLLM the files of {INDEX}", "keep one of them"
-        )
+        raise UsageFault(f"{path}: transformers would load {SINGLE}, vLLM the files of {INDEX}", "keep one of them")
     return files
 
 

@@ -125,9 +125,7 @@ def _program(arguments: list[str]) -> tuple[int, str, str]:
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-P", "-m", "porter.checkpoint_shapes", *arguments]
     environment = {**os.environ, **quiet}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False)
     return done.returncode, done.stdout, done.stderr
 
 

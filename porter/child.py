@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -33,9 +34,8 @@ class Pending:
     """An answer that is still on its way."""
 
     def __init__(self, child: Child, number: int, method: str, timeout: float):
-        self.child, self.number, self.method = child, number, method
+        self.child, self.number, self.method, self.timeout = child, number, method, timeout
         self.deadline = time.monotonic() + timeout
-        self.progress: tuple[float, float | None] | None = None
 
     def wait(self, on_progress: Callable[[float, float | None], None] | None = None) -> Any:
         """The result. Raises ChildError when the child answered with an error, died, or was silent past the limit."""
@@ -76,10 +76,12 @@ class Child:
         return self.process.poll() is None
 
     def request(self, method: str, timeout: float = 600, **arguments: Any) -> Pending:
-        """Sends a request; `timeout` is in seconds."""
+        """Sends a request; `timeout` is how many seconds the child may be silent."""
         self._numbers += 1
         try:
-            self.process.stdin.write((json.dumps({"id": self._numbers, "method": method, "arguments": arguments}) + "\n").encode())
+            self.process.stdin.write(
+                (json.dumps({"id": self._numbers, "method": method, "arguments": arguments}) + "\n").encode()
+            )
             self.process.stdin.flush()
         except (BrokenPipeError, ValueError):
             raise self._died(method) from None
@@ -110,8 +112,11 @@ class Child:
     def _wait(self, pending: Pending, on_progress) -> Any:
         while pending.number not in self._answers:
             self._drain(0.1)
-            if on_progress and pending.number in self._latest:
-                on_progress(*self._latest.pop(pending.number))
+            if pending.number in self._latest:
+                done = self._latest.pop(pending.number)
+                pending.deadline = time.monotonic() + pending.timeout
+                if on_progress:
+                    on_progress(*done)
             if pending.number in self._answers:
                 break
             if not self.alive():
@@ -120,17 +125,40 @@ class Child:
                     raise self._died(pending.method)
             if time.monotonic() > pending.deadline:
                 self.stop()
-                raise ChildError(f"{self.name}: no answer to '{pending.method}' in time, it was stopped", f"see {self.log}")
+                raise ChildError(
+                    f"{self.name}: silent for {pending.timeout:.0f} s in '{pending.method}', it was stopped",
+                    f"see {self.log}",
+                )
         answer = self._answers.pop(pending.number)
         if "error" in answer:
             error = answer["error"]
-            raise ChildError(f"{self.name}: {error['type']}: {error['text']}", f"see {self.log}", error["type"])
+            kind, text = self._root_cause() or (error["type"], error["text"])
+            raise ChildError(f"{self.name}: {kind}: {text}", f"see {self.log}", kind)
         return answer["result"]
+
+    def _root_cause(self) -> tuple[str, str] | None:
+        """The first exception that a process of the child's own logged: an engine's main process only says that one failed."""
+        raised = re.compile(r"\b(?:Worker|EngineCore)[^)]*\).*?\b([A-Z]\w*(?:Error|Exception|Compiler)): (.+)")
+        for line in self._log_tail():
+            found = raised.search(line)
+            if found and "cancelled" not in found.group(2) and "initialization failed" not in found.group(2):
+                return found.group(1), " ".join(found.group(2).split())[:300]
+        return None
+
+    def _log_tail(self) -> list[str]:
+        try:
+            return self.log.read_text(errors="replace").splitlines()[-400:]
+        except OSError:
+            return []
 
     def _died(self, method: str) -> ChildError:
         code = self.process.wait()
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return ChildError(f"{self.name}: {ended} during '{method}'", f"see {self.log}")
+        cause = self._root_cause()
+        return ChildError(
+            f"{self.name}: {ended} during '{method}'{': ' + ': '.join(cause) if cause else ''}",
+            f"see {self.log}",
+        )
 
     def stop(self) -> None:
         """Ends the child and everything it started."""

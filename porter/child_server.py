@@ -33,7 +33,12 @@ def serve(methods: dict[str, Callable[..., Any]]) -> None:
             send({"id": number, "progress": [done, total]})
 
         try:
-            send({"id": number, "result": methods[request["method"]](progress=progress, **request["arguments"])})
+            send(
+                {
+                    "id": number,
+                    "result": methods[request["method"]](progress=progress, **request["arguments"]),
+                }
+            )
         except Exception as error:
             traceback.print_exc()
             cause = error

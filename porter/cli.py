@@ -23,14 +23,19 @@ app = typer.Typer(
 )
 COMMANDS = ("port", "inspect", "plan", "render", "check", "bench", "report", "models")
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A slug (see `zm-port models`), a checkpoint folder, or a hub id owner/name.")]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A slug (see `zm-port models`), a checkpoint folder, or a hub id owner/name."),
+]
 Hw = Annotated[str, typer.Option("--hw", help="auto, cpu, h100, h200, b200, gb200, mi300x or mi355x.")]
 Out = Annotated[Path | None, typer.Option("--out", help="The run directory; default runs/<time>-<slug>-<hw>.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout, and nothing else there.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of prompts and twins.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
-Target = Annotated[float, typer.Option("--target-ratio", min=0.01, max=10.0, help="Least rollout throughput against stock.")]
+Target = Annotated[
+    float, typer.Option("--target-ratio", min=0.01, max=10.0, help="Least rollout throughput against stock.")
+]
 Iterations = Annotated[int, typer.Option("--max-iterations", min=1, help="How many plans to try.")]
 CheckpointOption = Annotated[Path | None, typer.Option("--checkpoint", help="Weights or configuration for a slug.")]
 Twin = Annotated[bool, typer.Option("--twin", help="A small twin of the architecture with random weights.")]
@@ -45,7 +50,11 @@ def _version(shown: bool) -> None:
 
 
 @app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Port a model to exactly zero train-inference mismatch."""
 
 
@@ -58,7 +67,20 @@ def port(
     """Inspect, plan, render, check, diagnose, prune, bench and report: until the mismatch is zero."""
     from porter import commands
 
-    report = commands.port(model, hw, out, quiet, seed, resume, target_ratio, max_iterations, checkpoint, twin, threads, allow_remote_code)
+    report = commands.port(
+        model,
+        hw,
+        out,
+        quiet,
+        seed,
+        resume,
+        target_ratio,
+        max_iterations,
+        checkpoint,
+        twin,
+        threads,
+        allow_remote_code,
+    )
     if as_json:
         from porter.report import json_text
 
@@ -97,8 +119,12 @@ def plan(
 @app.command()
 def render(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan-N.json.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Folder of the port; default `port` beside the plan.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when the port differs from the plan.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the port; default `port` beside the plan.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit 1 when the port differs from the plan.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a port that was edited by hand.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -119,9 +145,9 @@ def check(
     out: Out = None, as_json: Json = False, quiet: Quiet = False, seed: Seed = 0, checkpoint: CheckpointOption = None, threads: ThreadsOption = 1,
 ) -> None:  # fmt: skip
     """Run every rung of the check on a port that exists: both engines, bit for bit."""
-    from porter import commands
+    from porter import port_commands
 
-    report = commands.check(port, out, quiet, seed, checkpoint, threads)
+    report = port_commands.check(port, out, quiet, seed, checkpoint, threads)
     if as_json:
         from porter.report import json_text
 
@@ -137,9 +163,9 @@ def bench(
     short: Annotated[bool, typer.Option("--short", help="The workloads of the main command instead of the long ones.")] = False,
 ) -> None:  # fmt: skip
     """Throughput of a port against the fastest stock configuration; refused beside a mismatch."""
-    from porter import commands
+    from porter import commands, port_commands
 
-    throughput = commands.bench(port, quiet, seed, checkpoint, threads, pairs, short)
+    throughput = port_commands.measure(port, quiet, seed, checkpoint, threads, pairs, short)
     if as_json:
         typer.echo(throughput.model_dump_json(indent=1))
     else:
@@ -185,7 +211,7 @@ def _arguments(given: list[str]) -> list[str]:
 
 def main() -> None:
     """Entry point: maps every fault to its exit code and to one line; a traceback is never shown."""
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         app(_arguments(sys.argv[1:]), standalone_mode=True)
     except PorterError as fault:
@@ -203,6 +229,10 @@ def main() -> None:
             hint = "this is a fault of zm-port"
         _say(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", hint)
         sys.exit(int(ExitCode.error))
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _say(what: str, hint: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from pydantic import ValidationError
 from porter import render as rendering
 from porter import report as reports
 from porter.checkpoint import Checkpoint, cache_folder, resolve
-from porter.errors import EngineFault, ExitCode, PorterError, UsageFault
+from porter.errors import ExitCode, PorterError, UsageFault
 from porter.hardware import resolve as resolve_hardware
 from porter.plan import Plan
 from porter.profile import Profile
@@ -22,7 +24,9 @@ from porter.report import Report
 from porter.rundir import RunDirectory
 
 
-def _checkpoint(model: str, folder: Path | None, twin: bool, seed: int, allow_remote_code: bool, quiet: bool) -> Checkpoint:
+def checkpoint_of(
+    model: str, folder: Path | None, twin: bool, seed: int, allow_remote_code: bool, quiet: bool
+) -> Checkpoint:
     def say(what: str, part: float | None = None) -> None:
         if not quiet and sys.stderr.isatty():
             sys.stderr.write(f"\r\033[K{what}{f' {part:.0%}' if part is not None else ''}")
@@ -50,44 +54,60 @@ def port(
     from porter.loop import TYPICAL, Loop, Settings
 
     target = resolve_hardware(hw)
-    found = _checkpoint(model, checkpoint, twin, seed, allow_remote_code, quiet)
+    found = checkpoint_of(model, checkpoint, twin, seed, allow_remote_code, quiet)
     run = RunDirectory.create(found.slug, target.name, out=out, resume=resume)
     (run.path / "checks.jsonl").unlink(missing_ok=True)
     with Progress(quiet, typical=TYPICAL) as progress:
         loop = Loop(found, Settings(target.name, target_ratio, max_iterations, threads, seed), run, progress)
-        report = _finish(loop, run, progress)
+        report = finish(loop, run, loop.go)
     progress.final(report)
     if not quiet:
         sys.stderr.write(f"{run.path / 'report.html'}\n")
     return report
 
 
-def _finish(loop: Any, run: RunDirectory, progress: Progress) -> Report:
-    """Runs the loop; a fault becomes the report's outcome, and the run directory is whole either way."""
+def finish(loop: Any, run: RunDirectory, go: Callable[[], Report]) -> Report:
+    """Runs `go`; a fault becomes the report's outcome, and the run directory is whole either way."""
     try:
-        report = loop.go()
-    except (PorterError, KeyboardInterrupt, Exception) as error:
+        report = go()
+    except (Exception, KeyboardInterrupt) as error:
         if not isinstance(error, PorterError | KeyboardInterrupt):
-            import traceback
-
             run.log(traceback.format_exc())
-        loop.stop_all()
-        report = loop.report(error)
-        reports.write(run, report)
-        if isinstance(error, PorterError):
-            run.log(f"{error.what} {error.hint}")
-            sys.stderr.write(f"zm-port: {error.what}{f' ({error.hint})' if error.hint else ''}\n")
-        return report
+        loop.sides.stop_all()
+        report = loop.conclusion.report(error)
+        if report.stopped:
+            run.log(f"{report.stopped.what} {report.stopped.hint}")
+            hint = f" ({report.stopped.hint})" if report.stopped.hint else ""
+            sys.stderr.write(f"zm-port: {report.stopped.what}{hint}\n")
     reports.write(run, report)
     return report
 
 
-def inspect(model: str, folder: Path | None, twin: bool, seed: int, quiet: bool, engines: bool, allow_remote_code: bool) -> Profile:
+def inspect(
+    model: str,
+    folder: Path | None,
+    twin: bool,
+    seed: int,
+    quiet: bool,
+    engines: bool,
+    allow_remote_code: bool,
+) -> Profile:
     """The profile; with `engines`, both module trees are read from running engines."""
     import tempfile
 
-    found = _checkpoint(model, folder, twin, seed, allow_remote_code, quiet)
-    names = ("slug", "architecture", "model_type", "source", "revision", "weights", "dtype", "layers", "parameters", "config")
+    found = checkpoint_of(model, folder, twin, seed, allow_remote_code, quiet)
+    names = (
+        "slug",
+        "architecture",
+        "model_type",
+        "source",
+        "revision",
+        "weights",
+        "dtype",
+        "layers",
+        "parameters",
+        "config",
+    )
     facts = {name: getattr(found, name) for name in names} | {"name": found.slug, "notes": tuple(found.notes)}
     if not engines:
         return Profile(**facts)
@@ -115,16 +135,16 @@ def plan(
     from porter.loop import TYPICAL, Loop, Settings
 
     target = resolve_hardware(hw)
-    found = _checkpoint(model, checkpoint, twin, seed, allow_remote_code, quiet)
+    found = checkpoint_of(model, checkpoint, twin, seed, allow_remote_code, quiet)
     run = RunDirectory.create(found.slug, target.name, out=out)
     with Progress(quiet, typical={k: TYPICAL[k] for k in list(TYPICAL)[:3]}) as progress:
         loop = Loop(found, Settings(target.name, target_ratio, 1, threads, seed), run, progress)
         try:
-            loop.iteration_zero()
+            loop.iteration_zero(start_next=False)
         finally:
-            loop.stop_all()
-    path = run.save_json("plan-1.json", loop.plan)
-    return loop.plan, path
+            loop.sides.stop_all()
+    made = loop.conclusion.plan
+    return made, run.save_json("plan-1.json", made)
 
 
 def read_plan(path: Path) -> Plan:
@@ -135,7 +155,10 @@ def read_plan(path: Path) -> Plan:
         raise UsageFault(f"{path}: {error.strerror or error}", "give a plan-N.json of a run directory") from error
     except ValidationError as error:
         first = error.errors()[0]
-        raise UsageFault(f"{path}: {'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}", "a plan is written by `zm-port plan`") from error
+        raise UsageFault(
+            f"{path}: {'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}",
+            "a plan is written by `zm-port plan`",
+        ) from error
 
 
 def render(path: Path, out: Path | None, check: bool, force: bool) -> tuple[Path, list[str]]:
@@ -146,107 +169,6 @@ def render(path: Path, out: Path | None, check: bool, force: bool) -> tuple[Path
             raise UsageFault(f"{folder}: no port there", "render it first, or name its folder with --out")
         return folder, rendering.drift(made, folder)
     return rendering.write(made, folder, force), []
-
-
-def read_port(folder: Path) -> tuple[Plan, str]:
-    """(plan, import name) of a port. Raises UsageFault for a folder that is none, or one edited by hand."""
-    manifest = next(iter(sorted(folder.glob("*/manifest.json"))), None) if folder.is_dir() else None
-    if manifest is None:
-        raise UsageFault(f"{folder}: not a port (no manifest.json)", "give the port folder of a run, runs/.../port")
-    try:
-        record = json.loads(manifest.read_text())
-        made, package = Plan.model_validate(record["plan"]), record["package"]
-        files = record["files"]
-    except (ValueError, KeyError, ValidationError) as error:
-        raise UsageFault(f"{manifest}: not a manifest ({' '.join(str(error).split())[:120]})", "render the plan again") from error
-    import hashlib
-
-    for name, digest in files.items():
-        path = folder / name
-        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise UsageFault(f"{path}: {'edited by hand' if path.exists() else 'missing'}", "change the plan, a template or a kernel, then render")
-    return made, package
-
-
-def _loop_of(folder: Path, out: Path | None, checkpoint: Path | None, seed: int, threads: int, progress: Progress, quiet: bool):
-    from porter.loop import Loop, Settings
-
-    made, _ = read_port(folder)
-    found = _checkpoint(made.model.name.removesuffix("-twin"), checkpoint, made.model.name.endswith("-twin"), seed, False, quiet) if checkpoint is None else resolve(str(checkpoint))
-    if found.dtype != made.dtype or found.architecture != made.model.architecture:
-        raise UsageFault(f"--checkpoint: {found.architecture} in {found.dtype}, the port is for {made.model.architecture} in {made.dtype}")
-    run = RunDirectory.create(found.slug, made.hw, out=out)
-    loop = Loop(found.model_copy(update={"slug": made.slug}), Settings(made.hw, threads=threads, seed=seed), run, progress)
-    loop.plan = made
-    shutil.copytree(folder, run.port, dirs_exist_ok=True)
-    return loop, run
-
-
-def check(folder: Path, out: Path | None, quiet: bool, seed: int, checkpoint: Path | None, threads: int) -> Report:
-    """Every rung on an existing port; throughput is not measured."""
-    with Progress(quiet, typical={"start aligned engine and learner": 40, "check": 60}) as progress:
-        loop, run = _loop_of(folder, out, checkpoint, seed, threads, progress, quiet)
-        loop.go = lambda: _check_only(loop)
-        report = _finish(loop, run, progress)
-    progress.final(report)
-    return report
-
-
-def _check_only(loop: Any) -> Report:
-    from porter.bits import Mismatch, PositionSeries
-
-    try:
-        kept = loop._check()
-    finally:
-        loop.stop_all()
-    loop.mismatch = Mismatch.model_validate(kept["mismatch"])
-    loop.positions = PositionSeries.model_validate(kept["positions"])
-    loop.calls = {site: tuple(c) for site, c in kept["calls"].items()}
-    return loop.report()
-
-
-def bench(folder: Path, quiet: bool, seed: int, checkpoint: Path | None, threads: int, pairs: int, short: bool):
-    """Throughput of an existing port. A small check comes first: no figure beside a mismatch."""
-    from porter import baseline, bench as benching
-    from porter.check import Ladder, Rung
-    from porter.report import Throughput
-
-    with Progress(quiet) as progress:
-        loop, run = _loop_of(folder, None, checkpoint, seed, threads, progress, quiet)
-        try:
-            with progress.stage("start aligned engine and learner"):
-                aligned, learner = loop._aligned()
-            with progress.stage("check"):
-                ladder = Ladder(aligned, learner, loop.record)
-                ladder.run(Rung("batch 16, temperature 1", loop.prompts(3).short(16), [24] * 16))
-                ladder.settle()
-            if ladder.pairs.unequal():
-                raise EngineFault(f"{ladder.pairs.unequal()} of {len(ladder.pairs.rollout)} tokens are unequal: no throughput beside a mismatch", "run zm-port check PORT")
-            loop.learners.pop("aligned").stop()
-            choice = baseline.known(baseline.key_of(loop.checkpoint, loop.threads))
-            if choice is None:
-                with progress.stage("choose the fastest stock configuration (once per machine)") as stage:
-                    from porter.sides import start_rollout
-
-                    stock = start_rollout("stock engine", loop.checkpoint.path, loop.checkpoint.dtype, loop.threads, run.path / "logs/stock-engine.log").ready()
-                    try:
-                        choice = baseline.decide(baseline.key_of(loop.checkpoint, loop.threads), loop.checkpoint, loop.threads, stock, lambda: loop.prompts(9), run.path / "logs", stage.note)
-                    finally:
-                        stock.stop()
-            with progress.stage("start fastest stock engine"):
-                loop._start_fastest(choice)
-                fastest = loop.rollouts["fastest"].ready()
-            loads = (benching.default_loads if short else benching.long_loads)(loop.prompts(5))
-            found = []
-            with progress.stage("throughput", total=2 * pairs * len(loads), unit="runs") as stage:
-                for load in loads:
-                    stage.note(load.name)
-                    found.append(benching.pairs(aligned, fastest, load, pairs, stage.advance))
-        finally:
-            loop.stop_all()
-    made = Throughput.of(found, target_ratio=loop.settings.target_ratio, baseline_configuration=choice["settings"])
-    run.save_json("throughput.json", made)
-    return made
 
 
 def report(folder: Path) -> Report:
@@ -264,7 +186,16 @@ def models(as_json: bool) -> None:
 
     from porter import known_models
 
-    found = [{"slug": m.slug, "name": m.name, "aliases": list(m.aliases), "architecture": m.architecture, "weights": m.package.name if m.package else (m.hub or "")} for m in known_models.known_models().values()]
+    found = [
+        {
+            "slug": m.slug,
+            "name": m.name,
+            "aliases": list(m.aliases),
+            "architecture": m.architecture,
+            "weights": m.package.name if m.package else (m.hub or ""),
+        }
+        for m in known_models.known_models().values()
+    ]
     if as_json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return
@@ -280,14 +211,23 @@ def show_profile(profile: Profile) -> None:
     from rich.table import Table
 
     console = Console()
-    console.print(f"{profile.name}: {profile.architecture}, {profile.layers} layers, {profile.parameters:,} parameters, {profile.dtype}, {profile.weights} weights")
+    console.print(
+        f"{profile.name}: {profile.architecture}, {profile.layers} layers, {profile.parameters:,} parameters, {profile.dtype}, {profile.weights} weights"
+    )
     console.print(profile.source)
     for note in profile.notes:
         console.print(f"note: {note}")
     if profile.sites:
         table = Table("site", "operation", "rollout", "learner", "count", "", box=None)
         for s in profile.sites:
-            table.add_row(s.site, s.op, s.rollout_class or "-", s.learner_class or "-", str(s.count), "recognised" if s.recognised else "not recognised")
+            table.add_row(
+                s.site,
+                s.op,
+                s.rollout_class or "-",
+                s.learner_class or "-",
+                str(s.count),
+                "recognised" if s.recognised else "not recognised",
+            )
         console.print(table)
 
 
@@ -298,7 +238,14 @@ def show_throughput(throughput: Any) -> None:
 
     table = Table("workload", "aligned tok/s", "stock tok/s", "ratio", "interval", "pairs", box=None)
     for w in throughput.workloads:
-        table.add_row(w.name, f"{w.aligned_tok_s:.1f}", f"{w.baseline_tok_s:.1f}", f"{w.ratio:.3f}", f"{w.ratio_low:.3f}-{w.ratio_high:.3f}", str(w.pairs))
+        table.add_row(
+            w.name,
+            f"{w.aligned_tok_s:.1f}",
+            f"{w.baseline_tok_s:.1f}",
+            f"{w.ratio:.3f}",
+            f"{w.ratio_low:.3f}-{w.ratio_high:.3f}",
+            str(w.pairs),
+        )
     Console().print(table)
 
 

@@ -156,9 +156,7 @@ def _config(file: Path, facts: dict[str, Any], tied: bool) -> dict[str, Any]:
         return facts[key]
 
     if need("general.architecture") != "llama":
-        raise UsageFault(
-            f"{file}: general.architecture: {facts['general.architecture']!r} is not covered, only llama"
-        )
+        raise UsageFault(f"{file}: general.architecture: {facts['general.architecture']!r} is not covered, only llama")
     for key in ("llama.rope.scaling.type", "llama.expert_count"):
         if facts.get(key) not in (None, "none", 0):
             raise UsageFault(f"{file}: {key}: {facts[key]!r} is not covered")

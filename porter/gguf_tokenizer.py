@@ -37,9 +37,7 @@ def build(file: Path, facts: dict[str, Any], context: int) -> dict[str, str]:
     tokens, kinds = need("tokens"), need("token_type")
     merges = [tuple(merge.split(" ")) for merge in need("merges")]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    steps = [
-        pre_tokenizers.ByteLevel(add_prefix_space=bool(facts.get("tokenizer.ggml.add_space_prefix", False)))
-    ]
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=bool(facts.get("tokenizer.ggml.add_space_prefix", False)))]
     if split_digits:
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)

@@ -207,9 +207,7 @@ def cgroup_memory(root: Path = Path("/")) -> tuple[int, int]:
     return 0, 0
 
 
-def record(
-    target: Target, threads: int = 1, cpus: str | None = None, *, root: Path = Path("/")
-) -> dict[str, object]:
+def record(target: Target, threads: int = 1, cpus: str | None = None, *, root: Path = Path("/")) -> dict[str, object]:
     """The machine as reports state it: {target, device, isa, threads, cpus, memory_bytes}.
 
     `cpus` is the thread binding in words; without one, the CPUs that may be used, one per core: "0,1".

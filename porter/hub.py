@@ -22,9 +22,7 @@ def at_hand(repository: str) -> tuple[Path, str] | None:
 
     try:
         path = Path(
-            snapshot_download(
-                repository, local_files_only=True, allow_patterns=WANTED, ignore_patterns=UNWANTED
-            )
+            snapshot_download(repository, local_files_only=True, allow_patterns=WANTED, ignore_patterns=UNWANTED)
         )
     except (OSError, ValueError):  # the hub's "not here" is an OSError
         return None
@@ -61,16 +59,12 @@ def download(
     except errors.RevisionNotFoundError as error:
         raise UsageFault(f"{repository}: the hub has no revision {revision!r} of it", hint) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise UsageFault(
-            f"{repository}: the hub has no such model, and no such folder is here", hint
-        ) from error
+        raise UsageFault(f"{repository}: the hub has no such model, and no such folder is here", hint) from error
     except EngineFault:
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise EngineFault(
-                f"the disk is full: {repository} could not be stored", "free some space"
-            ) from error
+            raise EngineFault(f"the disk is full: {repository} could not be stored", "free some space") from error
         raise _unreachable(repository, error, hint) from error
     except Exception as error:  # whatever HTTP library the hub's client has today
         raise _unreachable(repository, error, hint) from error
@@ -91,8 +85,7 @@ def _require_space(repository: str, options: dict[str, Any], progress: Progress 
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise EngineFault(
-            f"too little disk: {repository} takes {needed / 1e9:.1f} GB, "
-            f"{free / 1e9:.1f} GB are free at {folder}",
+            f"too little disk: {repository} takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free at {folder}",
             "free some space, or set HF_HOME to a larger disk",
         )
     if progress and needed:
@@ -100,7 +93,9 @@ def _require_space(repository: str, options: dict[str, Any], progress: Progress 
 
 
 def _unreachable(repository: str, error: Exception, hint: str) -> UsageFault:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return UsageFault(
-        f"{repository}: no such folder is here, and the hub cannot be reached: {lines[0][:200]}", hint
-    )
+    from huggingface_hub import constants
+
+    why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if constants.HF_HUB_OFFLINE:
+        why = "HF_HUB_OFFLINE is set, and nothing was fetched before"
+    return UsageFault(f"{repository}: no such folder is here, and the hub cannot be reached: {why}", hint)

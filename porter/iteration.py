@@ -25,7 +25,9 @@ def check(ladder: Ladder, prompts: Prompts) -> None:
     ladder.layouts(first[:LAID_OUT])
 
 
-def ran(plan: Plan, package: str, rollout: Rollout, learner: Learner, record: Callable[[Check], None]) -> dict[str, tuple[int, int]]:
+def ran(
+    plan: Plan, package: str, rollout: Rollout, learner: Learner, record: Callable[[Check], None]
+) -> dict[str, tuple[int, int]]:
     """One check per installed binding: it was called on each of its sides, and a pin reads back as it was set.
 
     Returns calls (rollout, learner) by site.
@@ -46,11 +48,20 @@ def ran(plan: Plan, package: str, rollout: Rollout, learner: Learner, record: Ca
                 wrong.append(f"the pin reads back as {pins.get(binding.site)}, not {wanted}")
         total = sum(counts.values())
         detail = "; ".join(wrong) or f"{counts['rollout']} calls on the rollout, {counts['learner']} on the learner"
-        record(Check(name=f"binding ran: {binding.site}", status="fail" if wrong else "pass", tokens=total, detail=detail))
+        record(
+            Check(
+                name=f"binding ran: {binding.site}",
+                status="fail" if wrong else "pass",
+                tokens=total,
+                detail=detail,
+            )
+        )
     return found
 
 
-def needed(plan: Plan, package: str, rollout: Rollout, learner: Learner, prompts: Prompts) -> dict[str, tuple[int, int]]:
+def needed(
+    plan: Plan, package: str, rollout: Rollout, learner: Learner, prompts: Prompts
+) -> dict[str, tuple[int, int]]:
     """Drops each installed binding alone, on the side where its seam can, and counts unequal tokens.
 
     Returns (unequal, compared) by site. A binding whose drop changes nothing is not needed.
@@ -98,10 +109,14 @@ def pruned(plan: Plan, proof: dict[str, tuple[int, int]]) -> Plan | None:
         if b.site not in idle or b.seam != "custom_op":
             return b
         why = f"dropped: without it {proof[b.site][1]} of {proof[b.site][1]} tokens stay equal"
-        return b.model_copy(update={"choice": "keep", "side": "none", "seam": "", "kernel": "", "settings": {}, "needed": why})
+        return b.model_copy(
+            update={"choice": "keep", "side": "none", "seam": "", "kernel": "", "settings": {}, "needed": why}
+        )
 
     bindings = tuple(kept(b) for b in plan.bindings)
-    return None if bindings == plan.bindings else plan.model_copy(update={"index": plan.index + 1, "bindings": bindings})
+    return (
+        None if bindings == plan.bindings else plan.model_copy(update={"index": plan.index + 1, "bindings": bindings})
+    )
 
 
 def proved(plan: Plan, proof: dict[str, tuple[int, int]]) -> Plan:
@@ -112,6 +127,10 @@ def proved(plan: Plan, proof: dict[str, tuple[int, int]]) -> Plan:
             return b
         unequal, compared = proof[b.site]
         side = "rollout" if b.seam == "custom_op" else "learner"
-        return b.model_copy(update={"needed": f"without it on the {side} {unequal} of {compared} tokens are unequal; ladder: {b.needed}"})
+        return b.model_copy(
+            update={
+                "needed": f"without it on the {side} {unequal} of {compared} tokens are unequal; ladder: {b.needed}"
+            }
+        )
 
     return plan.model_copy(update={"bindings": tuple(with_proof(b) for b in plan.bindings)})

@@ -1,23 +1,29 @@
 """Iteration 0: the stock engine against the stock learner, and the diagnosis of why they differ.
 
 One recorded rollout of a short prompt is enough for the diagnosis; the mismatch itself is measured on thousands of
-sampled tokens. The learner diagnoses while the engine samples.
+sampled tokens. The learner diagnoses while the engine samples, and the next engines start while the learner scores.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from porter.check import Ladder, Rung
+from porter import baseline
+from porter.check import Ladder, baseline_rungs
+from porter.checkpoint import Checkpoint
+from porter.child import Pending
+from porter.profile import Profile, sites_of
+from porter.progress import Progress
 from porter.prompts import Prompts
-from porter.sides import Learner, Rollout
+from porter.sides import Learner, Rollout, Sides
 
 RECORDED = 40  # prompt tokens of the recorded rollout
 
 
 def record(rollout: Rollout, prompts: Prompts, folder: Path) -> dict[str, Any]:
-    """Records one prefill and a few decode steps, and probes the stock modules row by row."""
+    """Records one prefill and a few decode steps, and probes the engine's modules row by row."""
     ids = prompts.long(1, RECORDED)[0]
     tree = rollout.rpc("zm_tree")
     rollout.rpc("zm_record_start")
@@ -26,14 +32,68 @@ def record(rollout: Rollout, prompts: Prompts, folder: Path) -> dict[str, Any]:
     return {"ids": ids, "rollout": tree, "probe": rollout.rpc("zm_probe_rows", str(folder.resolve())), "events": events}
 
 
-def diagnose(learner: Learner, recorded: dict[str, Any], folder: Path, target: float, skip: dict[str, list[dict]] | None = None):
-    """Asks the learner for every culprit and for the least binding of each class of sites; returns the pending answer."""
-    return learner.child.request(
-        "diagnose", 1800, trace=str(folder.resolve()), ids=recorded["ids"], rollout=recorded["rollout"], probe=recorded["probe"], target=target, skip=skip
-    )  # fmt: skip
+def diagnose(
+    learner: Learner, recorded: dict[str, Any], folder: Path, target: float, skip: dict[str, list[dict]] | None = None
+) -> Pending:
+    """Asks the learner for every culprit and for the least binding of each class of sites."""
+    seen = {name: recorded[name] for name in ("ids", "rollout", "probe")}
+    return learner.child.request("diagnose", 1800, trace=str(folder.resolve()), target=target, skip=skip, **seen)
 
 
-def measure(ladder: Ladder, rungs: list[Rung]) -> None:
-    """Samples the rungs; the learner scores them as they come. Afterwards `ladder.settle()` waits for the rest."""
-    for rung in rungs:
-        ladder.run(rung)
+def gaps(diagnosis: dict[str, Any]) -> list[str]:
+    """Sites that the catalogue cannot place or bind."""
+    return [*diagnosis["unplaced"], *(b["site"] for b in diagnosis["bindings"] if b["choice"] == "author")]
+
+
+def profile_of(checkpoint: Checkpoint, rollout_tree: dict[str, Any], learner_tree: list[dict[str, Any]]) -> Profile:
+    """The profile: the checkpoint's facts and the classes of sites of both module trees."""
+    names = ("slug", "architecture", "model_type", "source", "revision", "weights", "dtype", "layers", "parameters")
+    facts = {name: getattr(checkpoint, name) for name in names}
+    sites = sites_of(rollout_tree, learner_tree)
+    return Profile(name=checkpoint.slug, config=checkpoint.config, notes=tuple(checkpoint.notes), sites=sites, **facts)
+
+
+def run(
+    checkpoint: Checkpoint,
+    sides: Sides,
+    prompts: Callable[[int], Prompts],
+    trace: Path,
+    target: float,
+    progress: Progress,
+    afterwards: Callable[[Profile, dict[str, Any], dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Measures and diagnoses; plain data, so that it can be kept.
+
+    `afterwards(profile, diagnosis, choice)` is called when the stock engine is no longer needed and the learner
+    still scores: the moment to start what comes next.
+    """
+    with progress.stage("start stock engine and learner"):
+        stock, learner = sides.start_rollout("stock"), sides.start_learner("stock")
+        learner.ready()
+        stock.ready()
+    key = baseline.key_of(checkpoint, sides.threads)
+    choice = baseline.known(key)
+    if choice is None:
+        with progress.stage("choose the fastest stock configuration (once per machine)") as stage:
+            choice = baseline.decide(key, checkpoint, sides, lambda: prompts(9), stage.note)
+    with progress.stage("record and diagnose"):
+        recorded = record(stock, prompts(1), trace)
+        pending, treed = diagnose(learner, recorded, trace, target), learner.child.request("tree")
+    rungs = baseline_rungs(prompts(2))
+    with progress.stage("stock mismatch", total=sum(r.tokens for r in rungs)) as stage:
+        ladder = Ladder(stock, learner, lambda check: None, stage.advance)
+        for rung in rungs:
+            ladder.run(rung)
+        sides.rollouts.pop("stock").stop()
+        diagnosis = pending.wait()
+        profile = profile_of(checkpoint, recorded["rollout"], treed.wait())
+        afterwards(profile, diagnosis, choice)
+        ladder.settle()
+    return {
+        "mismatch": ladder.pairs.mismatch().model_dump(mode="json"),
+        "positions": ladder.pairs.by_position().model_dump(mode="json"),
+        "profile": profile.model_dump(mode="json"),
+        "recorded": recorded,
+        "diagnosis": diagnosis,
+        "choice": choice,
+    }

@@ -10,7 +10,10 @@ from porter.render import KERNELS
 from porter.report import Culprit, Finding
 
 STOCK = {
-    "rms_norm": ("normalises the unrounded float32 sum of input and residual", "rounds the sum to the model's dtype, then normalises it"),
+    "rms_norm": (
+        "normalises the unrounded float32 sum of input and residual",
+        "rounds the sum to the model's dtype, then normalises it",
+    ),
     "rotary": ("rotates in float32 and rounds once", "rounds each product, then their sum"),
     "attention": ("the engine's paged attention kernel", "torch's scaled_dot_product_attention"),
     "linear": ("the engine's GEMM", "torch's linear"),
@@ -22,7 +25,14 @@ STOCK = {
 def culprits(bindings: list[dict[str, Any]]) -> tuple[Culprit, ...]:
     """Sites whose inputs were equal and whose outputs were not, most unequal first."""
     found = [
-        Culprit(site=b["site"], op=b["op"], layer=b["layer"], why=f"rollout: {STOCK.get(b['op'], ('its kernel', ''))[0]}; learner: {STOCK.get(b['op'], ('', 'its kernel'))[1]}", unequal=b["unequal"], tokens=b["elements"])
+        Culprit(
+            site=b["site"],
+            op=b["op"],
+            layer=b["layer"],
+            why=f"rollout: {STOCK.get(b['op'], ('its kernel', ''))[0]}; learner: {STOCK.get(b['op'], ('', 'its kernel'))[1]}",
+            unequal=b["unequal"],
+            tokens=b["elements"],
+        )
         for b in bindings
         if b["unequal"]
     ]
@@ -31,7 +41,12 @@ def culprits(bindings: list[dict[str, Any]]) -> tuple[Culprit, ...]:
 
 def change(plan: Plan) -> str:
     """What a plan installs, in one line."""
-    return "; ".join(f"{b.site}: {b.choice}{''.join(f' {k}={v}' for k, v in b.settings.items())}" for b in plan.installed()) or "nothing"
+    return (
+        "; ".join(
+            f"{b.site}: {b.choice}{''.join(f' {k}={v}' for k, v in b.settings.items())}" for b in plan.installed()
+        )
+        or "nothing"
+    )
 
 
 def dropped(before: Plan, after: Plan | None) -> str:
@@ -47,8 +62,22 @@ def findings(plan: Plan, architecture: str, versions: dict[str, str]) -> tuple[F
     for b in plan.bindings:
         if b.unequal:
             rollout, learner = STOCK.get(b.op, ("its kernel", "its kernel"))
-            follows = {"rollout": "the rollout follows the learner", "learner": "the learner follows the rollout", "both": "both call one kernel"}
-            found.append(Finding(kind="numeric", site=b.site, layer=b.layer, rollout_does=rollout, learner_does=learner, decided_by=f"{b.choice}: {follows.get(b.side, 'kept')}", reference=reference))
+            follows = {
+                "rollout": "the rollout follows the learner",
+                "learner": "the learner follows the rollout",
+                "both": "both call one kernel",
+            }
+            found.append(
+                Finding(
+                    kind="numeric",
+                    site=b.site,
+                    layer=b.layer,
+                    rollout_does=rollout,
+                    learner_does=learner,
+                    decided_by=f"{b.choice}: {follows.get(b.side, 'kept')}",
+                    reference=reference,
+                )
+            )
     return tuple(found)
 
 
@@ -62,5 +91,9 @@ def kernel_digest(kernel: str) -> str:
 
 def baseline_choice(choice: dict[str, Any]) -> str:
     """How the fastest stock configuration was chosen, with all figures."""
-    figures = "; ".join(f"{name}: " + ", ".join(f"{load} {seconds:.2f} s" for load, seconds in loads.items()) for name, loads in choice["measured"].items())
-    return f"the throughput baseline is the stock configuration with the least total time, measured once on this machine with {choice.get('model', 'a model')} ({figures})"
+    figures = "; ".join(
+        f"{name}: " + ", ".join(f"{load} {seconds:.2f} s" for load, seconds in loads.items())
+        for name, loads in choice["measured"].items()
+    )
+    where = f"measured once on this machine with {choice.get('model', 'a model')}"
+    return f"the throughput baseline is the stock configuration with the least total time, {where} ({figures})"

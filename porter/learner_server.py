@@ -47,7 +47,9 @@ class LearnerServer:
 
         return tree(self.model)
 
-    def score(self, progress, sequences: list[dict[str, Any]], temperature: float = 1.0, layout: str = "alone") -> dict[str, Any]:
+    def score(
+        self, progress, sequences: list[dict[str, Any]], temperature: float = 1.0, layout: str = "alone"
+    ) -> dict[str, Any]:
         """Log-probabilities of each sequence's response tokens; see transformers_adapter.score."""
         began = time.perf_counter()
         from porter.transformers_adapter import score
@@ -87,7 +89,14 @@ class LearnerServer:
             "bindings": bindings,
             "unplaced": replay.unplaced,
             "sites": [
-                {"site": c.site, "layer": c.layer, "op": c.operation, "part": c.part, "unequal": c.unequal, "elements": c.elements}
+                {
+                    "site": c.site,
+                    "layer": c.layer,
+                    "op": c.operation,
+                    "part": c.part,
+                    "unequal": c.unequal,
+                    "elements": c.elements,
+                }
                 for c in comparisons
             ],
             "seconds": {"replay": replayed, "ladder": time.perf_counter() - began - replayed},

@@ -57,6 +57,11 @@ class Plan(_Frozen):
     model: PlanModel
     bindings: tuple[Binding, ...]
 
+    def without_evidence(self) -> Plan:
+        """The plan with what each binding does, and nothing of why."""
+        told = {"unequal": 0, "elements": 0, "layer": None, "needed": "", "tried": ()}
+        return self.model_copy(update={"index": 0, "bindings": tuple(b.model_copy(update=told) for b in self.bindings)})
+
     def installed(self) -> tuple[Binding, ...]:
         """Bindings that put something on a side."""
         return tuple(b for b in self.bindings if b.choice in ("adopt", "pin", "replace"))
@@ -80,7 +85,13 @@ def make(profile: Profile, bindings: list[dict[str, Any]], index: int, hw: str) 
         dtype=profile.dtype,
         model=PlanModel(name=profile.name, architecture=profile.architecture, dimensions=dimensions),
         bindings=tuple(
-            Binding(**{**b, "rollout_modules": patterns(b["rollout_modules"]), "learner_modules": patterns(b["learner_modules"])})
+            Binding(
+                **{
+                    **b,
+                    "rollout_modules": patterns(b["rollout_modules"]),
+                    "learner_modules": patterns(b["learner_modules"]),
+                }
+            )
             for b in bindings
         ),
     )

@@ -54,7 +54,15 @@ def sites_of(rollout: dict[str, Any], learner: list[dict[str, Any]]) -> tuple[Si
         known = module["operation"]
         if known is None and (not module["parameters"] or not module["leaf"]):
             continue
-        entry = found.setdefault(site_of(module["name"]), {"op": known or "unknown", "rollout_class": module["class"], "count": 0, "facts": module["facts"]})
+        entry = found.setdefault(
+            site_of(module["name"]),
+            {
+                "op": known or "unknown",
+                "rollout_class": module["class"],
+                "count": 0,
+                "facts": module["facts"],
+            },
+        )
         entry["count"] += 1
         entry["recognised"] = known is not None
     parts = {part: packed for packed, names in rollout["packed"].items() for part in names}

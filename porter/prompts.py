@@ -9,7 +9,13 @@ TOPICS = (
     "the sea", "a bicycle", "winter", "the moon", "bread", "a library", "the city at night", "a river", "music", "tea",
     "the desert", "a garden", "trains", "a lost dog", "the first day of school", "stars", "mountains", "rain",
 )  # fmt: skip
-OPENINGS = ("Write one sentence about", "Explain to a child", "A short poem about", "Three facts about", "My grandmother told me about")
+OPENINGS = (
+    "Write one sentence about",
+    "Explain to a child",
+    "A short poem about",
+    "Three facts about",
+    "My grandmother told me about",
+)
 
 
 def _texts(count: int, draw: random.Random):

@@ -138,11 +138,7 @@ class Replay:
             if operation == "embedding":
                 own = stock(x)
             else:
-                fed = (
-                    event.outputs[1]
-                    if operation == "rms_norm" and len(event.outputs) > 1
-                    else event.inputs[0]
-                )
+                fed = event.outputs[1] if operation == "rms_norm" and len(event.outputs) > 1 else event.inputs[0]
                 self._glue(name, [x.reshape(fed.shape)], [fed], event)
                 own = stock(fed.reshape(x.shape))
             self._add(site_of(event.name), name, operation, "leaf", [own], [rows], event)

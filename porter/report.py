@@ -105,9 +105,7 @@ def read(run_dir: os.PathLike[str] | str) -> Report:
     try:
         return Report.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise UsageFault(
-            f"{path} cannot be read: {error.strerror}", "give the folder of a finished run"
-        ) from error
+        raise UsageFault(f"{path} cannot be read: {error.strerror}", "give the folder of a finished run") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "report"

@@ -106,9 +106,7 @@ def _by_position(report: Report) -> Picture:
     ]
     if not series:
         return Picture(title, "No difference by position was recorded.", None)
-    caption = (
-        "|log-probability of learner - of rollout| by position: the line is the mean of a bin, the dots its "
-    )
+    caption = "|log-probability of learner - of rollout| by position: the line is the mean of a bin, the dots its "
     caption += "largest. " + "; ".join(f"{label}: {_series_text(data)}" for label, data, _ in series) + "."
 
     def draw(axes: Axes) -> None:
@@ -116,9 +114,7 @@ def _by_position(report: Report) -> Picture:
         floor = 10.0 ** math.floor(math.log10(min(values))) if values else 1.0
         axes.set_yscale("symlog", linthresh=floor, linscale=0.4)
         for label, data, colour in series:
-            mean, largest = (
-                [math.nan if v is None else v for v in side] for side in (data.mean_abs, data.max_abs)
-            )
+            mean, largest = ([math.nan if v is None else v for v in side] for side in (data.mean_abs, data.max_abs))
             axes.plot(data.positions, mean, color=colour, linewidth=2, marker="o", markersize=3, label=label)
             axes.plot(data.positions, largest, color=colour, linestyle="none", marker=".", alpha=0.45)
         top = max(values, default=1.0) * 3
@@ -158,9 +154,7 @@ def _throughput(report: Report) -> Picture:
             axes.plot(work.ratios, [row] * len(work.ratios), ".", color=MUTED, alpha=0.5)
             axes.plot([work.ratio_low, work.ratio_high], [row, row], color=colour, linewidth=3, alpha=0.5)
             axes.plot([work.ratio], [row], "o", color=colour, markersize=8)
-            axes.annotate(
-                f"{work.ratio:.3f}", (work.ratio, row), (0, 9), textcoords="offset points", ha="center"
-            )
+            axes.annotate(f"{work.ratio:.3f}", (work.ratio, row), (0, 9), textcoords="offset points", ha="center")
         seen = [r for work in works for r in (*work.ratios, work.ratio_low, work.ratio_high)]
         low, high = min([*seen, target]), max([*seen, 1.0])
         room = max(0.02, (high - low) * 0.12)

@@ -188,9 +188,7 @@ class Stopped(Record):
         if isinstance(error, PorterError):
             return cls(outcome=error.exit_code.name, what=error.what or type(error).__name__, hint=error.hint)
         first_line = (str(error).strip() or "no message").splitlines()[0]
-        return cls(
-            outcome="error", what=f"{type(error).__name__}: {first_line}", hint="log.txt has the traceback"
-        )
+        return cls(outcome="error", what=f"{type(error).__name__}: {first_line}", hint="log.txt has the traceback")
 
 
 def _computed_verdict(fields: dict[str, Any]) -> Verdict:
@@ -237,9 +235,7 @@ class Report(Record):
     @property
     def speed_refusal(self) -> str:
         """Beside what no speed may stand in this report; empty when one may."""
-        return speed_refusal(
-            checks=self.checks, mismatch=self.mismatch, evidence=self.evidence, bindings=self.bindings
-        )
+        return speed_refusal(checks=self.checks, mismatch=self.mismatch, evidence=self.evidence, bindings=self.bindings)
 
     @model_validator(mode="after")
     def _no_number_beside_red(self) -> Self:

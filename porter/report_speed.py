@@ -45,9 +45,7 @@ class Workload(Record):
             ValueError: no pair, or two lengths.
         """
         if not aligned_tok_s or len(aligned_tok_s) != len(baseline_tok_s):
-            raise ValueError(
-                f"workload {name}: {len(aligned_tok_s)} aligned, {len(baseline_tok_s)} baseline runs"
-            )
+            raise ValueError(f"workload {name}: {len(aligned_tok_s)} aligned, {len(baseline_tok_s)} baseline runs")
         ratios = [a / b for a, b in zip(aligned_tok_s, baseline_tok_s, strict=True)]
         low, high = median_interval(ratios)
         return cls(

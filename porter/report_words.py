@@ -92,9 +92,7 @@ def mismatch_text(mismatch: Mismatch | None) -> str:
     text = f"{mismatch.unequal:,} of {mismatch.tokens:,} tokens unequal"
     if not mismatch.unequal:
         return text
-    return (
-        f"{text}, mean {number(mismatch.mean_abs)}, max {number(mismatch.max_abs)}, D3 {number(mismatch.d3)}"
-    )
+    return f"{text}, mean {number(mismatch.mean_abs)}, max {number(mismatch.max_abs)}, D3 {number(mismatch.d3)}"
 
 
 def first_unequal_text(first: FirstUnequal | None) -> str:
@@ -177,7 +175,5 @@ def facts_of(report: Report) -> list[tuple[str, str]]:
         rows += [(f"  {work.name}", workload_text(work)) for work in report.throughput.workloads]
     if report.learner is not None:
         step = report.learner
-        rows.append(
-            ("learner", f"step {step.aligned_step_s:.3g} s, {step.ratio:.3f} x stock ({step.pairs} pairs)")
-        )
+        rows.append(("learner", f"step {step.aligned_step_s:.3g} s, {step.ratio:.3f} x stock ({step.pairs} pairs)"))
     return [*rows, ("time", seconds_text(report.seconds))]

@@ -81,9 +81,7 @@ class RunDirectory:
         if not path.is_dir():
             raise UsageFault(f"{path} is not a folder", "give the folder of a run (runs/...)")
         if not (path / MARKER).is_file():
-            raise UsageFault(
-                f"{path} holds no run: it has no {MARKER}", "give the folder of a run (runs/...)"
-            )
+            raise UsageFault(f"{path} holds no run: it has no {MARKER}", "give the folder of a run (runs/...)")
         return cls(path)
 
     @staticmethod
@@ -122,9 +120,7 @@ class RunDirectory:
         if not path.is_dir() or not any(path.iterdir()):
             return
         if not resume:
-            raise UsageFault(
-                f"--out {path} is not empty", "choose a new folder, or go on in this one with --resume"
-            )
+            raise UsageFault(f"--out {path} is not empty", "choose a new folder, or go on in this one with --resume")
         if not (path / MARKER).is_file():
             raise UsageFault(f"--out {path} holds files but no run", "choose a folder that is new or empty")
 

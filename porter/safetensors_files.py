@@ -117,9 +117,7 @@ def _check_layout(path: Path, tensors: dict[str, Tensor], data: int, total: int)
     at = data
     for tensor in sorted(tensors.values(), key=lambda t: (t.start, t.stop)):
         if tensor.stop > total:
-            raise UsageFault(
-                f"{path}: truncated: tensor {tensor.name} ends at byte {tensor.stop}, the file at {total}"
-            )
+            raise UsageFault(f"{path}: truncated: tensor {tensor.name} ends at byte {tensor.stop}, the file at {total}")
         if tensor.start != at:
             raise UsageFault(f"{path}: tensor {tensor.name} begins at byte {tensor.start}, expected was {at}")
         at = tensor.stop
@@ -160,9 +158,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(chunks(one), chunks(other), strict=True))
 
 
-def write(
-    path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]], data: Iterable[np.ndarray]
-) -> None:
+def write(path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]], data: Iterable[np.ndarray]) -> None:
     """Write a file: (name, dtype, shape) of every tensor, then their data in the same order, one at a time.
 
     The data goes to the disk before this returns, so that a renamed folder cannot hold half a file.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from porter.child import Child, Pending
+from porter.errors import UsageFault
 from porter.hardware import usable_cpus
 
 KV_BYTES = 1 << 28
@@ -31,6 +32,8 @@ class Threads:
     def on_this_machine(cls, count: int) -> Threads:
         """The engine on the first CPUs, the learner on the next, or on the same where there are no more."""
         cpus = usable_cpus()
+        if count > len(cpus):
+            raise UsageFault(f"--threads {count}: this machine has {len(cpus)} CPUs to use")
         engine = tuple(cpus[:count])
         return cls(count, engine, tuple(cpus[count : 2 * count]) or engine)
 
@@ -41,7 +44,9 @@ class Threads:
 
 def environment(threads: Threads, cpus: tuple[int, ...], **more: str) -> dict[str, str | None]:
     """What a child gets: the user's VLLM_* settings do not reach it, since one of them could change the bits."""
-    cleared = {name: None for name in os.environ if name.startswith(("VLLM_", "TORCHINDUCTOR_", "OMP_", "MKL_", "GOMP_"))}
+    cleared = {
+        name: None for name in os.environ if name.startswith(("VLLM_", "TORCHINDUCTOR_", "OMP_", "MKL_", "GOMP_"))
+    }
     return cleared | {
         "OMP_NUM_THREADS": str(threads.count),
         "HF_HUB_OFFLINE": "1",
@@ -66,9 +71,24 @@ class Rollout:
             self.environment = self.started.wait(on_progress)["environment"]
         return self
 
-    def generate(self, prompts: list[list[int]], max_tokens: list[int], temperature: float = 1.0, on_progress=None, **more: Any) -> dict[str, Any]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: list[int],
+        temperature: float = 1.0,
+        on_progress=None,
+        **more: Any,
+    ) -> dict[str, Any]:
         """Samples from all prompts at once; see vllm_adapter.Engine.generate."""
-        return self.child.ask("generate", 1800, on_progress, prompts=prompts, max_tokens=max_tokens, temperature=temperature, **more)
+        return self.child.ask(
+            "generate",
+            600,
+            on_progress,
+            prompts=prompts,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            **more,
+        )
 
     def rpc(self, name: str, *arguments: Any) -> Any:
         """A named method inside the worker."""
@@ -84,7 +104,15 @@ class Rollout:
 
 
 def start_rollout(
-    name: str, path: Path, dtype: str, threads: Threads, log: Path, port: Path | None = None, package: str = "", cpus: tuple[int, ...] | None = None, **settings: Any
+    name: str,
+    path: Path,
+    dtype: str,
+    threads: Threads,
+    log: Path,
+    port: Path | None = None,
+    package: str = "",
+    cpus: tuple[int, ...] | None = None,
+    **settings: Any,
 ) -> Rollout:
     """Starts an engine without waiting for it. `port` is the folder that goes on PYTHONPATH."""
     cpus = cpus or threads.engine
@@ -133,7 +161,15 @@ class Learner:
         self.child.stop()
 
 
-def start_learner(name: str, path: Path, dtype: str, threads: Threads, log: Path, port: Path | None = None, package: str = "") -> Learner:
+def start_learner(
+    name: str,
+    path: Path,
+    dtype: str,
+    threads: Threads,
+    log: Path,
+    port: Path | None = None,
+    package: str = "",
+) -> Learner:
     """Starts a learner without waiting for it."""
     more = {}
     if port is not None:
@@ -141,3 +177,46 @@ def start_learner(name: str, path: Path, dtype: str, threads: Threads, log: Path
     child = Child(name, "porter.learner_server", log, environment(threads, threads.learner, **more))
     started = child.request("load", 900, path=str(path), dtype=dtype, threads=threads.count, port=package)
     return Learner(child, started)
+
+
+@dataclass
+class Sides:
+    """The children of one run by name: started once, shared by the stages, stopped together."""
+
+    checkpoint: Path
+    dtype: str
+    threads: Threads
+    logs: Path
+    rollouts: dict[str, Rollout] = field(default_factory=dict)
+    learners: dict[str, Learner] = field(default_factory=dict)
+
+    def start_rollout(
+        self, name: str, dtype: str = "", port: Path | None = None, package: str = "", **settings: Any
+    ) -> Rollout:
+        """The engine called `name`, started if it is not up; not waited for."""
+        if name not in self.rollouts:
+            log = self.logs / f"{name}-engine.log"
+            self.rollouts[name] = start_rollout(
+                f"{name} engine", self.checkpoint, dtype or self.dtype, self.threads, log, port, package, **settings
+            )
+        return self.rollouts[name]
+
+    def start_learner(self, name: str, port: Path | None = None, package: str = "") -> Learner:
+        """The learner called `name`, started if it is not up; not waited for."""
+        if name not in self.learners:
+            log = self.logs / f"{name}-learner.log"
+            self.learners[name] = start_learner(
+                f"{name} learner", self.checkpoint, self.dtype, self.threads, log, port, package
+            )
+        return self.learners[name]
+
+    def stop(self, *names: str) -> None:
+        """Ends the engine and the learner called by each name."""
+        for name in names:
+            for sides in (self.rollouts, self.learners):
+                if name in sides:
+                    sides.pop(name).stop()
+
+    def stop_all(self, keep: tuple[str, ...] = ()) -> None:
+        """Ends every child but the engines named in `keep`."""
+        self.stop(*[name for name in {*self.rollouts, *self.learners} if name not in keep])

@@ -43,7 +43,11 @@ def read(folder: str | Path) -> list[Event]:
         except KeyError as missing:
             raise ValueError(f"{folder}: event {index} ({r['name']}) lacks tensor {missing}") from None
         own = f"buffer.{r['name']}."
-        buffers = {k.removeprefix(own): t for k, t in tensors.items() if k.startswith(own)} if r["operation"] == "rotary" else {}
+        buffers = (
+            {k.removeprefix(own): t for k, t in tensors.items() if k.startswith(own)}
+            if r["operation"] == "rotary"
+            else {}
+        )
         events.append(Event(index, r["name"], r["class"], r["operation"], inputs, outputs, buffers))
     return events
 

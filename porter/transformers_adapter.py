@@ -21,7 +21,9 @@ def load(path: str, dtype: str, allow_remote_code: bool = False) -> nn.Module:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=allow_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=allow_remote_code
+    )
     return model.eval()
 
 
@@ -114,7 +116,10 @@ def score(
         part = sequences[first : first + group]
         ids = [torch.tensor(s["ids"]) for s in part]
         if layout == "packed":
-            batch = {"input_ids": torch.cat(ids)[None], "position_ids": torch.cat([torch.arange(len(i)) for i in ids])[None]}
+            batch = {
+                "input_ids": torch.cat(ids)[None],
+                "position_ids": torch.cat([torch.arange(len(i)) for i in ids])[None],
+            }
             offsets = torch.tensor([0] + [len(i) for i in ids]).cumsum(0).tolist()
             places = [(0, o + s["prompt"] - 1, o + len(s["ids"]) - 1) for o, s in zip(offsets, part, strict=False)]
         else:
@@ -129,7 +134,10 @@ def score(
             batch = {"input_ids": padded}
             if layout != "alone":
                 batch |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-            places = [(r, shift + s["prompt"] - 1, shift + len(s["ids"]) - 1) for r, (s, shift) in enumerate(zip(part, shifts, strict=True))]
+            places = [
+                (r, shift + s["prompt"] - 1, shift + len(s["ids"]) - 1)
+                for r, (s, shift) in enumerate(zip(part, shifts, strict=True))
+            ]
         keep = torch.tensor(sorted({p for _, a, b in places for p in range(a, b)}))
         column = {int(p): c for c, p in enumerate(keep)}
         with torch.no_grad():

@@ -132,12 +132,8 @@ def _write(
     try:
         effective = AutoConfig.from_pretrained(path.parent, local_files_only=True, **options)
         twin = published if record["full"] else shrink(published, effective.get_text_config().to_dict())
-        twin = {key: value for key, value in twin.items() if key != "torch_dtype"} | {
-            "dtype": record["dtype"]
-        }
-        (partial / "config.json").write_text(
-            json.dumps(twin, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        twin = {key: value for key, value in twin.items() if key != "torch_dtype"} | {"dtype": record["dtype"]}
+        (partial / "config.json").write_text(json.dumps(twin, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         config = AutoConfig.from_pretrained(partial, local_files_only=True, **options)
         dtype = getattr(torch, record["dtype"])
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
@@ -146,9 +142,7 @@ def _write(
     except (ImportError, OSError):
         raise
     except Exception as error:
-        raise UsageFault(
-            f"{path}: no twin can be made of it: {type(error).__name__}: {error}"[:400]
-        ) from error
+        raise UsageFault(f"{path}: no twin can be made of it: {type(error).__name__}: {error}"[:400]) from error
     model.save_pretrained(partial)
     # transformers would write its own reading of the configuration: the published field names matter too.
     (partial / "config.json").write_text(json.dumps(twin, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -175,9 +175,7 @@ def _layers(sizes: _Sizes) -> None:
         sizes.put(("first_k_dense_replace",), 1)
     lists = {name: value for name, value in effective.items() if isinstance(value, list) and value}
     # Two ways to speak of single layers: one value for each, or the indices of some.
-    indices = {
-        name: value for name, value in lists.items() if name.endswith(_INDEX_LISTS) and _ascending(value)
-    }
+    indices = {name: value for name, value in lists.items() if name.endswith(_INDEX_LISTS) and _ascending(value)}
     each = {name: value for name, value in lists.items() if len(value) == total and name not in indices}
     if effective.get("use_sliding_window") and effective.get("max_window_layers"):
         sizes.put(("max_window_layers",), 1)  # layers from there on have a window: one before, one after
@@ -189,9 +187,7 @@ def _layers(sizes: _Sizes) -> None:
 
     kinds = {kind(layer) for layer in range(total)}
     count = next((n for n in range(1, total) if {kind(layer) for layer in range(n)} == kinds), total)
-    periods = [
-        n for name, n in effective.items() if name.endswith(_PERIODS) and isinstance(n, int) and n < total
-    ]
+    periods = [n for name, n in effective.items() if name.endswith(_PERIODS) and isinstance(n, int) and n < total]
     count = min(max(2, count, *periods), total, _LAYER_LIMIT)
     if (effective.get("num_kv_shared_layers") or 0) > 0:
         sizes.put(("num_kv_shared_layers",), count)

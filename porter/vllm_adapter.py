@@ -7,6 +7,7 @@ named methods called through `collective_rpc`, so the unmodified engine can be r
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ def _facts(module: torch.nn.Module) -> dict[str, Any]:
     for source in (module, getattr(module, "impl", None)):
         for name in FACTS:
             value = getattr(source, name, None)
-            if isinstance(value, bool | int | float | str) or (isinstance(value, list | tuple) and all(isinstance(v, int) for v in value)):
+            if isinstance(value, bool | int | float | str) or (
+                isinstance(value, list | tuple) and all(isinstance(v, int) for v in value)
+            ):
                 facts.setdefault(name, list(value) if isinstance(value, tuple) else value)
     impl = getattr(module, "impl", None)
     if impl is not None:
@@ -123,7 +126,15 @@ class WorkerProbe:
             for part, values in (("in", inputs), ("out", outputs)):
                 for j, t in enumerate(values):
                     tensors[f"{index}.{part}.{j}"] = t.contiguous()
-            events.append({"name": name, "class": cls, "operation": operation, "inputs": len(inputs), "outputs": len(outputs)})
+            events.append(
+                {
+                    "name": name,
+                    "class": cls,
+                    "operation": operation,
+                    "inputs": len(inputs),
+                    "outputs": len(outputs),
+                }
+            )
         modules = dict(self.model_runner.get_model().named_modules())
         for name in {e["name"] for e in events if e["operation"] == "rotary"}:
             for buffer, value in modules[name].named_buffers():
@@ -206,7 +217,9 @@ class Engine:
         """A named method inside the worker; the answer of its first rank."""
         return self.llm.collective_rpc(method, args=tuple(args))[0]
 
-    def generate(self, prompts, max_tokens, temperature=1.0, prompt_logprobs=False, progress=None) -> list[dict[str, Any]]:
+    def generate(
+        self, prompts, max_tokens, temperature=1.0, prompt_logprobs=False, progress=None
+    ) -> list[dict[str, Any]]:
         """Samples max_tokens[i] tokens for prompt i (ids), all requests at once.
 
         Every sampling field is given explicitly, so that nothing a checkpoint brings can leak in. Returns for each
@@ -225,14 +238,15 @@ class Engine:
             names.append(str(self.requests))
             self.requests += 1
             self.engine.add_request(names[-1], {"prompt_token_ids": list(ids)}, params)
-        finished, done = {}, 0
+        finished, done, told = {}, 0, time.monotonic()
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
                     finished[output.request_id] = output
                     done += len(output.outputs[0].token_ids)
-                    if progress:
-                        progress(done)
+            if progress and time.monotonic() - told > 2:  # rarely: the engine is being timed
+                told = time.monotonic()
+                progress(done)
         return [self._result(finished[name], prompt_logprobs) for name in names]
 
     @staticmethod
@@ -243,7 +257,9 @@ class Engine:
         result = {"tokens": tokens, "logprobs": chosen, "cached": output.num_cached_tokens or 0}
         if prompt_logprobs:
             ids = output.prompt_token_ids
-            result["prompt_logprobs"] = [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)]
+            result["prompt_logprobs"] = [
+                step[token].logprob for step, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)
+            ]
         return result
 
     def forget_prefixes(self) -> None:

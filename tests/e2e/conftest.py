@@ -30,7 +30,13 @@ class Done:
 
 def zm_port(*arguments: str | Path, timeout: int = 1500, **environment: str) -> Done:
     """Runs zm-port as a user does, in a process of its own."""
-    done = subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, env={**os.environ, **environment})
+    done = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+    )
     return Done(done.returncode, done.stdout, done.stderr)
 
 

@@ -59,7 +59,11 @@ def test_culprits_were_found_by_replay(main_job):
 
 def test_throughput_against_the_fastest_stock_configuration(main_job):
     found = main_job.report["throughput"]
-    assert [w["name"] for w in found["workloads"]] == ["32 prompts x 24 tokens", "one stream x 32 tokens", "8 prompts of 512 tokens"]
+    assert [w["name"] for w in found["workloads"]] == [
+        "32 prompts x 24 tokens",
+        "one stream x 32 tokens",
+        "8 prompts of 512 tokens",
+    ]
     for w in found["workloads"]:
         assert w["pairs"] >= 6 and w["ratio_low"] <= w["ratio"] <= w["ratio_high"]
         assert w["ratio"] >= 0.90
@@ -67,11 +71,22 @@ def test_throughput_against_the_fastest_stock_configuration(main_job):
 
 
 def test_the_run_directory_is_complete(main_job):
-    for name in ("profile.json", "plan-1.json", "checks.jsonl", "report.json", "report.md", "report.html", "junit.xml", "log.txt"):
+    for name in (
+        "profile.json",
+        "plan-1.json",
+        "checks.jsonl",
+        "report.json",
+        "report.md",
+        "report.html",
+        "junit.xml",
+        "log.txt",
+    ):
         assert (main_job.folder / name).stat().st_size >= 0, name
     assert json.loads((main_job.folder / "report.json").read_text()) == main_job.report
     page = (main_job.folder / "report.html").read_text()
-    assert page.count("data:image/png;base64,") + page.count("<svg") >= 3 and "http://" not in page.replace("http://www.w3.org", "")
+    assert page.count("data:image/png;base64,") + page.count("<svg") >= 3 and "http://" not in page.replace(
+        "http://www.w3.org", ""
+    )
     cases = xml.parse(main_job.folder / "junit.xml").getroot().findall(".//testcase")
     assert len(cases) >= len(main_job.report["checks"])
     assert sum(s["seconds"] for s in main_job.report["stages"]) <= main_job.report["seconds"] * 1.02

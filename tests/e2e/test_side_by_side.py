@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def twin_checkpoint(twin_job) -> Path:
     """The folder of the twin's weights."""
-    from porter.commands import _checkpoint
+    from porter.commands import checkpoint_of
 
-    return _checkpoint("smollm2-135m", None, True, 0, False, True).path
+    return checkpoint_of("smollm2-135m", None, True, 0, False, True).path
 
 
 def test_the_twin_ports_to_zero(twin_job):
@@ -35,8 +35,21 @@ def test_the_twin_ports_to_zero(twin_job):
 def test_two_ports_live_side_by_side(main_job, twin_job, twin_checkpoint, tmp_path):
     both = tmp_path / "both"
     for run in (main_job, twin_job):
-        shutil.copytree(run.port, both, dirs_exist_ok=True, ignore=shutil.ignore_patterns("tests", "README.md", "pyproject.toml"))
-    rollout = start_rollout("engine with two ports", twin_checkpoint, "bfloat16", Threads.on_this_machine(1), tmp_path / "log", both, "zm_port_smollm2_135m,zm_port_smollm2_135m_twin")
+        shutil.copytree(
+            run.port,
+            both,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("tests", "README.md", "pyproject.toml"),
+        )
+    rollout = start_rollout(
+        "engine with two ports",
+        twin_checkpoint,
+        "bfloat16",
+        Threads.on_this_machine(1),
+        tmp_path / "log",
+        both,
+        "zm_port_smollm2_135m,zm_port_smollm2_135m_twin",
+    )
     try:
         rollout.ready().generate([[5, 6, 7]], [4])
         state = rollout.rpc("zm_port_state")
@@ -67,7 +80,17 @@ def test_a_port_that_vllm_only_logged_as_broken_fails_the_check(twin_job, tmp_pa
 def test_interrupted_and_resumed(twin_checkpoint, tmp_path, command):
     """Ctrl-C leaves a whole run directory and exit code 130; --resume goes on from the finished stages."""
     folder = tmp_path / "run"
-    arguments = [sys.executable, "-m", "porter", "smollm2-135m", "--hw", "cpu", "--twin", "--out", str(folder)]
+    arguments = [
+        sys.executable,
+        "-m",
+        "porter",
+        "smollm2-135m",
+        "--hw",
+        "cpu",
+        "--twin",
+        "--out",
+        str(folder),
+    ]
     started = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 600
     while not (folder / "stages" / "iteration-0.json").exists():

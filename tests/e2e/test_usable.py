@@ -34,7 +34,18 @@ def test_served_log_probabilities_equal_the_aligned_models(main_job, tmp_path):
     from porter.checkpoint import resolve
 
     site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site), str(main_job.port)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(site),
+        str(main_job.port),
+    ]
     subprocess.run(install, check=True, timeout=300)
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("VLLM_")},
@@ -47,7 +58,15 @@ def test_served_log_probabilities_equal_the_aligned_models(main_job, tmp_path):
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     script = "\n".join(line for line in example("serve").splitlines() if "pip install" not in line)
-    served = subprocess.Popen(["bash", "-euc", script], cwd=tmp_path, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    served = subprocess.Popen(
+        ["bash", "-euc", script],
+        cwd=tmp_path,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         log, _ = served.communicate(timeout=400)
     finally:
@@ -56,12 +75,26 @@ def test_served_log_probabilities_equal_the_aligned_models(main_job, tmp_path):
         except ProcessLookupError:
             pass
     assert (tmp_path / "response.json").exists(), log[-3000:]
-    done = subprocess.run([sys.executable, "-c", example("align")], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", example("align")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     counts = re.search(r"(\d+) of (\d+) equal", done.stdout)
     assert counts and counts.group(1) == counts.group(2) and int(counts.group(1)) > 0
 
 
 def test_the_ports_own_test_passes(main_job):
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"], cwd=main_job.port, env={**os.environ, "PYTHONPATH": str(main_job.port)}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
+        cwd=main_job.port,
+        env={**os.environ, "PYTHONPATH": str(main_job.port)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout[-2000:]

@@ -38,7 +38,13 @@ def test_near_the_reference(dtype, heads, kv, size, window, softcap):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 200), st.data(), st.sampled_from(DTYPES), st.sampled_from([(4, 2, 32), (3, 1, 48)]), st.sampled_from([0, 1, 31, 33]))
+@given(
+    st.integers(1, 200),
+    st.data(),
+    st.sampled_from(DTYPES),
+    st.sampled_from([(4, 2, 32), (3, 1, 48)]),
+    st.sampled_from([0, 1, 31, 33]),
+)
 def test_decode_and_chunks_have_the_bits_of_prefill(length, data, dtype, shape, window):
     q, k, v = drawn(length, *shape, dtype)
     whole = run(q, k, v, [0, length], [0, length], window)
@@ -67,7 +73,20 @@ def test_a_paged_cache_with_garbage_beyond_the_end_has_the_same_bits(block):
     slots = table[0][torch.arange(length) // block].long() * block + torch.arange(length) % block
     attention.store(k, v, cache, slots, "test")
     y = torch.empty_like(q)
-    attention.paged(q, cache, y, torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32), table, 0.2, 0, 0.0, None, None, "test")
+    attention.paged(
+        q,
+        cache,
+        y,
+        torch.tensor([0, length], dtype=torch.int32),
+        torch.tensor([length], dtype=torch.int32),
+        table,
+        0.2,
+        0,
+        0.0,
+        None,
+        None,
+        "test",
+    )
     assert torch.equal(bits(y), bits(run(q, k, v, [0, length], [0, length])))
 
 

@@ -56,7 +56,9 @@ def test_gated_activation_rounds_the_activation(name):
 def test_log_probability_at_a_temperature_divides_the_logits():
     logits, tokens = torch.randn(5, 300).bfloat16(), torch.arange(5)
     got = log_probability.log_probability(logits, tokens, 0.6)
-    wanted = (logits.double() / torch.tensor(0.6, dtype=torch.float32).double()).log_softmax(-1)[torch.arange(5), tokens]
+    wanted = (logits.double() / torch.tensor(0.6, dtype=torch.float32).double()).log_softmax(-1)[
+        torch.arange(5), tokens
+    ]
     torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
     raw = log_probability.log_probability(logits, tokens, 1.0)
     assert not torch.equal(raw / 0.6, got)

@@ -19,7 +19,11 @@ def bits(x):
 
 def drawn(m, n, k, dtype, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return (torch.randn(m, k, generator=g).to(dtype), (torch.randn(n, k, generator=g) * k**-0.5).to(dtype), torch.randn(n, generator=g).to(dtype))
+    return (
+        torch.randn(m, k, generator=g).to(dtype),
+        (torch.randn(n, k, generator=g) * k**-0.5).to(dtype),
+        torch.randn(n, generator=g).to(dtype),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -33,7 +37,13 @@ def test_within_one_rounding_of_the_reference(dtype, m, n, k):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 80), st.integers(1, 70), st.integers(1, 130), st.sampled_from(DTYPES), st.integers(0, 2**31))
+@given(
+    st.integers(1, 80),
+    st.integers(1, 70),
+    st.integers(1, 130),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**31),
+)
 def test_a_row_has_the_same_bits_in_every_batch(m, n, k, dtype, seed):
     x, w, b = drawn(m, n, k, dtype, seed)
     whole, packed = linear.linear(x, w, b), linear.pack(w)

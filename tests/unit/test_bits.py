@@ -74,8 +74,7 @@ def test_nan_with_the_same_bits_is_unequal_and_null() -> None:
     assert found.unequal == 1
     assert (found.max_abs, found.mean_abs, found.k3_kl, found.d3) == (None,) * 4
     assert found.detail == (
-        "1 of 3 pairs have no finite difference (rollout NaN 1, learner NaN 1); "
-        "the other 2 give max 0, mean 0"
+        "1 of 3 pairs have no finite difference (rollout NaN 1, learner NaN 1); the other 2 give max 0, mean 0"
     )
 
 
@@ -90,9 +89,7 @@ def test_bfloat16_bits_know_nan_from_infinity(words: int, nan: bool) -> None:
 
 def test_float16_compares_its_own_bits() -> None:
     a = np.array([1.0, 0.0, np.nan], np.float16)
-    assert unequal_mask(
-        a, np.array([np.nextafter(np.float16(1), np.float16(2)), -0.0, np.nan], np.float16)
-    ).all()
+    assert unequal_mask(a, np.array([np.nextafter(np.float16(1), np.float16(2)), -0.0, np.nan], np.float16)).all()
     assert not unequal_mask(a[:2], a[:2].copy()).any()
 
 

@@ -19,16 +19,12 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    "name", ["cpu", "h100", "h200", "b200", "gb200", "mi300x", "mi355x", "MI355X", " cpu "]
-)
+@pytest.mark.parametrize("name", ["cpu", "h100", "h200", "b200", "gb200", "mi300x", "mi355x", "MI355X", " cpu "])
 def test_every_target_is_found_by_name(name: str) -> None:
     assert hardware.resolve(name).name == name.strip().lower()
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"), [("h10", "h100"), ("mi355", "mi355x"), ("", None), ("cuda", None)]
-)
+@pytest.mark.parametrize(("name", "meant"), [("h10", "h100"), ("mi355", "mi355x"), ("", None), ("cuda", None)])
 def test_unknown_target_names_what_is_accepted(name: str, meant: str | None) -> None:
     with pytest.raises(UsageFault) as caught:
         hardware.resolve(name)
@@ -92,9 +88,7 @@ def test_auto_reads_amds_driver(tmp_path: Path, version: str, target: str) -> No
         ("riscv64", "", "riscv64"),
     ],
 )
-def test_cpu_isa(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, cpuinfo: str, isa: str
-) -> None:
+def test_cpu_isa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, cpuinfo: str, isa: str) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     assert hardware.cpu_isa(write(tmp_path, {"proc/cpuinfo": cpuinfo + "\n"})) == isa
 

@@ -68,9 +68,7 @@ def a_report(unequal: int, name: str = "smollm2-135m") -> Report:
             layers=30,
             parameters=1,
         ),
-        hw=HardwareFacts(
-            target="cpu", device="a CPU", isa="avx2", threads=1, cpus="engine 0", memory_bytes=1
-        ),
+        hw=HardwareFacts(target="cpu", device="a CPU", isa="avx2", threads=1, cpus="engine 0", memory_bytes=1),
         versions={},
         evidence=Evidence.MEASURED,
         seconds=75.0,
@@ -144,9 +142,7 @@ def test_a_stage_that_raises_is_recorded_and_the_error_goes_on(clock: Clock) -> 
     assert text_of(console).splitlines()[-1] == "check: stopped after 3.0 s"
 
 
-def test_the_live_display_shows_stage_facts_bar_and_time_left(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
+def test_the_live_display_shows_stage_facts_bar_and_time_left(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     console = terminal(monkeypatch)
     with Progress(console=console, live=True, typical={"check": 60, "bench": 30}) as progress:
         progress.facts(iteration=3, unequal=42)

@@ -236,9 +236,7 @@ def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_line_and_loses_nothing(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     run.save_json("plan-0.json", {"sites": 1})
     monkeypatch.setattr(storage.os, "fsync", full_disk)
     with pytest.raises(EngineFault) as fault:

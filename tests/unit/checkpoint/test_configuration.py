@@ -82,14 +82,10 @@ def test_a_dtype_that_is_not_named_is_read_from_the_weights(folder: Any, cache: 
 
 def test_sampling_settings_are_noted(folder: Any, cache: Path) -> None:
     brought = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.1}
-    (folder.path / "generation_config.json").write_text(
-        json.dumps({**brought, "eos_token_id": 2, "do_sample": True})
-    )
+    (folder.path / "generation_config.json").write_text(json.dumps({**brought, "eos_token_id": 2, "do_sample": True}))
     (note,) = folder.look().notes
     assert "generation_config.json" in note and "overridden" in note and "min_p" not in note
-    assert all(
-        f"{name}={brought[name]}" in note for name in ("temperature", "top_k", "top_p", "repetition_penalty")
-    )
+    assert all(f"{name}={brought[name]}" in note for name in ("temperature", "top_k", "top_p", "repetition_penalty"))
 
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))

@@ -51,9 +51,7 @@ def test_a_twin_says_what_it_is(folder: Any, cache: Path) -> None:
     assert found.weights == "random" and found.source == "twin of LlamaForCausalLM, seed 3"
 
 
-@pytest.mark.parametrize(
-    "name", ["smollm2-135", "gpt-5", "", "..", "owner/name/more", "./nowhere", "/no/where"]
-)
+@pytest.mark.parametrize("name", ["smollm2-135", "gpt-5", "", "..", "owner/name/more", "./nowhere", "/no/where"])
 def test_unknown_model_names_what_exists(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(cache)
     if name in ("", ".."):  # folders, but no checkpoints

@@ -49,9 +49,7 @@ def test_dtype_of_a_tensor(dtype: str, folder: Any, cache: Path) -> None:
         ("F32", np.uint32, 0x7F800001, "NaN"),
     ],
 )
-def test_weights_that_are_not_finite(
-    dtype: str, kind: type, bits: int, word: str, folder: Any, cache: Path
-) -> None:
+def test_weights_that_are_not_finite(dtype: str, kind: type, bits: int, word: str, folder: Any, cache: Path) -> None:
     def plant(tensors: Stored) -> None:
         values = np.zeros(tensors[DOWN][1].shape, kind)
         values[-1, -2] = bits
@@ -104,9 +102,7 @@ def test_missing_shard(folder: Any, cache: Path) -> None:
 def test_tensor_that_the_index_promises(folder: Any, cache: Path) -> None:
     weight_map = folder.shard()
     other = next(name for name in weight_map.values() if name != weight_map[DOWN])
-    (folder.path / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {**weight_map, DOWN: other}})
-    )
+    (folder.path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**weight_map, DOWN: other}}))
     folder.refused(other, DOWN, "missing")
 
 
@@ -128,9 +124,7 @@ def test_files_that_only_one_engine_would_load(other: str, folder: Any, cache: P
 
 
 def test_git_lfs_pointer(folder: Any, cache: Path) -> None:
-    (folder.path / "model.safetensors").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    )
+    (folder.path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     folder.refused("model.safetensors", "Git LFS pointer")
 
 

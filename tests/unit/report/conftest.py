@@ -44,9 +44,7 @@ def mismatch(unequal: int = 0, tokens: int = 3456) -> Mismatch:
 
 def throughput(ratio: float = 0.97, target: float = 0.9) -> Throughput:
     works = [
-        Workload.from_pairs(
-            name, [80.0 * ratio * f * w for w in (0.99, 1, 1.01, 1, 0.995, 1.004)], [80.0] * 6
-        )
+        Workload.from_pairs(name, [80.0 * ratio * f * w for w in (0.99, 1, 1.01, 1, 0.995, 1.004)], [80.0] * 6)
         for name, f in (
             ("32 prompts x 24 tokens", 1.02),
             ("one stream x 32", 1.0),
@@ -150,9 +148,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         ),
         "stages": (Stage(name="inspect", seconds=1.5), Stage(name="check", seconds=88.0)),
         "limits": ("one tensor-parallel rank",),
-        "figures": FigureData(
-            before=PositionSeries.from_pairs(*before), after=PositionSeries.from_pairs(*after)
-        ),
+        "figures": FigureData(before=PositionSeries.from_pairs(*before), after=PositionSeries.from_pairs(*after)),
     }
     return made | changes
 
@@ -170,8 +166,7 @@ CASES = {
         6,
     ),
     "not run beside unequal": (
-        NO_SPEED
-        | {"mismatch": mismatch(2), "checks": (Check(name="packed", status="not_run", detail="no memory"),)},
+        NO_SPEED | {"mismatch": mismatch(2), "checks": (Check(name="packed", status="not_run", detail="no memory"),)},
         Verdict.MISMATCH,
         1,
     ),

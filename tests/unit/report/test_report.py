@@ -118,9 +118,7 @@ def page_of(made_report: Report) -> Page:
 def test_the_page_needs_nothing_from_outside(name: str, sample: SimpleNamespace) -> None:
     made_report = sample.case(name).report
     page = page_of(made_report)
-    sources = [
-        (tag, value) for tag, key, value in page.attributes if key in ("src", "href", "srcset", "data")
-    ]
+    sources = [(tag, value) for tag, key, value in page.attributes if key in ("src", "href", "srcset", "data")]
     assert all(tag == "img" and value.startswith("data:image/png;base64,") for tag, value in sources)
     assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
     assert not re.search(r"https?://|url\(|@import", report.html(made_report))
@@ -176,9 +174,7 @@ def test_pictures_show_what_there_is(sample: SimpleNamespace) -> None:
     assert any("No throughput is given beside a red check" in words for words in red.words)
 
 
-def test_junit_has_one_case_per_check_and_one_for_the_verdict(
-    tmp_path: Path, sample: SimpleNamespace
-) -> None:
+def test_junit_has_one_case_per_check_and_one_for_the_verdict(tmp_path: Path, sample: SimpleNamespace) -> None:
     checks = (
         *sample.green,
         Check.counted("batch 1", 9, 2),

@@ -47,9 +47,7 @@ def test_no_other_verdict_can_be_stated(case: Any, sample: SimpleNamespace) -> N
     assert sample.report(**case.changes, verdict=case.verdict).verdict == case.verdict
 
 
-def test_a_verdict_forged_around_the_validators_is_not_written(
-    tmp_path: Path, sample: SimpleNamespace
-) -> None:
+def test_a_verdict_forged_around_the_validators_is_not_written(tmp_path: Path, sample: SimpleNamespace) -> None:
     forged = sample.case("unequal").report.model_copy(update={"verdict": Verdict.ZERO})
     with pytest.raises(ValidationError, match="is not what the record gives"):
         report.write(tmp_path, forged)
@@ -172,9 +170,7 @@ def test_zero_needs_every_condition_at_once(sample: SimpleNamespace) -> None:
 
 def test_the_target_is_reached_at_the_target(sample: SimpleNamespace) -> None:
     for ratio, word in ((0.9, "zero"), (0.8999, "zero_slow")):
-        speed = Throughput.of(
-            [Workload.from_pairs("w", [ratio], [1.0])], target_ratio=0.9, baseline_configuration={}
-        )
+        speed = Throughput.of([Workload.from_pairs("w", [ratio], [1.0])], target_ratio=0.9, baseline_configuration={})
         assert sample.report(throughput=speed).verdict == word
 
 

@@ -1,0 +1,122 @@
+"""Commands on a port that exists: `check` and `bench`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from porter import baseline, bench
+from porter.check import Ladder, Rung
+from porter.checkpoint import resolve
+from porter.commands import checkpoint_of, finish
+from porter.errors import EngineFault, UsageFault
+from porter.loop import Loop, Settings
+from porter.plan import Plan
+from porter.progress import Progress
+from porter.report import Report, Throughput
+from porter.rundir import RunDirectory
+
+TWIN = "-twin"
+
+
+def read_port(folder: Path) -> tuple[Plan, str]:
+    """(plan, import name) of a port. Raises UsageFault for a folder that is none, or one edited by hand."""
+    manifest = next(iter(sorted(folder.glob("*/manifest.json"))), None) if folder.is_dir() else None
+    if manifest is None:
+        raise UsageFault(f"{folder}: not a port (no manifest.json)", "give the port folder of a run, runs/.../port")
+    try:
+        record = json.loads(manifest.read_text())
+        made, package, files = Plan.model_validate(record["plan"]), record["package"], record["files"]
+    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        why = " ".join(str(error).split())[:120]
+        raise UsageFault(f"{manifest}: not a manifest ({why})", "render the plan again") from error
+    for name, digest in files.items():
+        path = folder / name
+        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            hint = "change the plan, a template or a kernel, then render"
+            raise UsageFault(f"{path}: {'edited by hand' if path.exists() else 'missing'}", hint)
+    return made, package
+
+
+def _loop(
+    folder: Path, out: Path | None, checkpoint: Path | None, seed: int, threads: int, progress: Progress, quiet: bool
+) -> tuple[Loop, RunDirectory]:
+    made, _ = read_port(folder)
+    name = made.model.name
+    if checkpoint is None:
+        found = checkpoint_of(name.removesuffix(TWIN), None, name.endswith(TWIN), seed, False, quiet)
+    else:
+        found = resolve(str(checkpoint))
+    if (found.dtype, found.architecture) != (made.dtype, made.model.architecture):
+        wanted = f"{made.model.architecture} in {made.dtype}"
+        raise UsageFault(f"--checkpoint: {found.architecture} in {found.dtype}, the port is for {wanted}")
+    for key, value in made.model.dimensions.items():
+        if found.config.get(key, value) != value:
+            raise UsageFault(f"--checkpoint: config.json: {key} is {found.config[key]}, the port is for {value}")
+    run = RunDirectory.create(made.slug, made.hw, out=out)
+    settings = Settings(made.hw, threads=threads, seed=seed)
+    loop = Loop(found.model_copy(update={"slug": made.slug}), settings, run, progress)
+    loop.conclusion.plan = made
+    shutil.copytree(folder, run.port, dirs_exist_ok=True)
+    return loop, run
+
+
+def check(folder: Path, out: Path | None, quiet: bool, seed: int, checkpoint: Path | None, threads: int) -> Report:
+    """Every rung on an existing port; throughput is not measured."""
+    with Progress(quiet, typical={"start aligned engine and learner": 40, "check": 60}) as progress:
+        loop, run = _loop(folder, out, checkpoint, seed, threads, progress, quiet)
+        report = finish(loop, run, lambda: _check_only(loop))
+    progress.final(report)
+    return report
+
+
+def _check_only(loop: Loop) -> Report:
+    try:
+        loop.check()
+    finally:
+        loop.sides.stop_all()
+    return loop.conclusion.report()
+
+
+def measure(
+    folder: Path, quiet: bool, seed: int, checkpoint: Path | None, threads: int, pairs: int, short: bool
+) -> Throughput:
+    """Throughput of an existing port. A small check comes first: no figure beside a mismatch."""
+    with Progress(quiet) as progress:
+        loop, run = _loop(folder, None, checkpoint, seed, threads, progress, quiet)
+        try:
+            with progress.stage("start aligned engine and learner"):
+                aligned, learner = loop.aligned()
+            with progress.stage("check"):
+                ladder = Ladder(aligned, learner, loop.record)
+                ladder.run(Rung("batch 16, temperature 1", loop.prompts(3).short(16), [24] * 16))
+                ladder.settle()
+            unequal, tokens = ladder.pairs.unequal(), len(ladder.pairs.rollout)
+            if unequal:
+                what = f"{unequal} of {tokens} tokens are unequal: no throughput beside a mismatch"
+                raise EngineFault(what, "run zm-port check PORT")
+            loop.sides.learners.pop("aligned").stop()
+            key = baseline.key_of(loop.checkpoint, loop.threads)
+            choice = baseline.known(key)
+            if choice is None:
+                with progress.stage("choose the fastest stock configuration (once per machine)") as stage:
+                    choice = baseline.decide(key, loop.checkpoint, loop.sides, lambda: loop.prompts(9), stage.note)
+                    loop.sides.stop("stock")
+            with progress.stage("start fastest stock engine"):
+                fastest = loop.start_fastest(choice).ready()
+            loads = (bench.default_loads if short else bench.long_loads)(loop.prompts(5))
+            found = []
+            with progress.stage("throughput", total=2 * pairs * len(loads), unit="runs") as stage:
+                for load in loads:
+                    stage.note(load.name)
+                    found.append(bench.pairs(aligned, fastest, load, pairs, stage.advance))
+        finally:
+            loop.sides.stop_all()
+    target = loop.settings.target_ratio
+    made = Throughput.of(found, target_ratio=target, baseline_configuration=choice["settings"])
+    run.save_json("throughput.json", made)
+    return made
