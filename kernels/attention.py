@@ -82,12 +82,13 @@ def _packed(q, k, v, query_starts, key_starts, scale, window, softcap, slopes, s
     return y
 
 
-def _remember(ctx, inputs, output) -> None:
+def remember(ctx, inputs, output=None) -> None:
+    """Saves what `backward` needs: q, k, v, both starts, scale, window, softcap, slopes, sinks."""
     ctx.save_for_backward(*inputs[:5])
     ctx.scale, ctx.window, ctx.softcap, ctx.slopes, ctx.sinks = inputs[5:10]
 
 
-def _backward(ctx, grad):
+def backward(ctx, grad):
     """Gradients of the plain formula, one sequence at a time, in float32 (Vaswani et al. 2017, eq. 1)."""
     if ctx.slopes is not None or ctx.sinks is not None:
         raise ValueError("attention: no backward with ALiBi slopes or sinks")
@@ -134,7 +135,7 @@ packed = operation(
     shape=lambda q, *a: torch.empty_like(q),
 )
 """Learner side: sequence i has queries query_starts[i]:query_starts[i+1] and keys key_starts[i]:key_starts[i+1]."""
-with_backward("attention", _backward, _remember)
+with_backward("attention", backward, remember)
 
 
 LADDER = (

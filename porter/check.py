@@ -96,7 +96,7 @@ def rungs(prompts: Prompts) -> list[Rung]:
     """The default ladder: at least 3,000 sampled tokens over batch sizes, temperatures, chunks and a cached prefix."""
     shared = prompts.long(1, 140)[0]
     tails = [shared + tail for tail in prompts.short(6)]
-    chunk = BATCHED_TOKENS // 4 + 1
+    chunk = BATCHED_TOKENS + 129  # longer than one step may be: it has to be split
     return [
         Rung("batch 44, temperature 1", prompts.short(44), [42] * 44),
         Rung("batch 16, temperature 0.6", prompts.short(16), [40] * 16, 0.6),
@@ -104,7 +104,7 @@ def rungs(prompts: Prompts) -> list[Rung]:
         Rung("batch 2, temperature 0.6", prompts.short(2), [32] * 2, 0.6),
         Rung("batch 1, temperature 1", prompts.short(1), [48]),
         Rung("last request decodes alone", prompts.short(4), [56, 8, 8, 8]),
-        Rung("chunked prefill", prompts.long(5, chunk), [16] * 5),
+        Rung("chunked prefill", prompts.long(2, chunk), [24] * 2),
         Rung("cached prefix", tails, [16] * 6, warm=[tails[0]], needs_cache=True),
     ]
 

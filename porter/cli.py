@@ -152,20 +152,23 @@ def check(
         from porter.report import json_text
 
         typer.echo(json_text(report), nl=False)
-    raise typer.Exit(0 if report.verdict == "not_measured" else report.ruling.exit_code)
+    equal = report.verdict == "not_measured" and report.mismatch is not None and report.mismatch.unequal == 0
+    raise typer.Exit(0 if equal else report.ruling.exit_code)  # throughput is not this command's
 
 
 @app.command()
 def bench(
     port: Annotated[Path, typer.Argument(metavar="PORT", help="The folder of a port (runs/.../port).")],
+    out: Out = None,
     as_json: Json = False, quiet: Quiet = False, seed: Seed = 0, checkpoint: CheckpointOption = None, threads: ThreadsOption = 1,
+    target_ratio: Target = 0.9,
     pairs: Annotated[int, typer.Option("--pairs", min=1, help="Interleaved pairs of each workload.")] = 6,
     short: Annotated[bool, typer.Option("--short", help="The workloads of the main command instead of the long ones.")] = False,
 ) -> None:  # fmt: skip
     """Throughput of a port against the fastest stock configuration; refused beside a mismatch."""
     from porter import commands, port_commands
 
-    throughput = port_commands.measure(port, quiet, seed, checkpoint, threads, pairs, short)
+    throughput = port_commands.measure(port, out, quiet, seed, checkpoint, threads, target_ratio, pairs, short)
     if as_json:
         typer.echo(throughput.model_dump_json(indent=1))
     else:

@@ -58,7 +58,12 @@ def port(
     run = RunDirectory.create(found.slug, target.name, out=out, resume=resume)
     (run.path / "checks.jsonl").unlink(missing_ok=True)
     with Progress(quiet, typical=TYPICAL) as progress:
-        loop = Loop(found, Settings(target.name, target_ratio, max_iterations, threads, seed), run, progress)
+        loop = Loop(
+            found,
+            Settings(target.name, target_ratio, max_iterations, threads, seed, remote_code=allow_remote_code),
+            run,
+            progress,
+        )
         report = finish(loop, run, loop.go)
     progress.final(report)
     if not quiet:
@@ -138,7 +143,10 @@ def plan(
     found = checkpoint_of(model, checkpoint, twin, seed, allow_remote_code, quiet)
     run = RunDirectory.create(found.slug, target.name, out=out)
     with Progress(quiet, typical={k: TYPICAL[k] for k in list(TYPICAL)[:3]}) as progress:
-        loop = Loop(found, Settings(target.name, target_ratio, 1, threads, seed), run, progress)
+        loop = Loop(
+            found, Settings(target.name, target_ratio, 1, threads, seed, remote_code=allow_remote_code), run, progress
+        )
+        loop.require_machine()
         try:
             loop.iteration_zero(start_next=False)
         finally:

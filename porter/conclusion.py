@@ -14,6 +14,7 @@ from porter.checkpoint import Checkpoint
 from porter.hardware import Target
 from porter.plan import Plan
 from porter.progress import Progress
+from porter.render import kernel_digest
 from porter.report import (
     Binding,
     Check,
@@ -91,7 +92,7 @@ class Conclusion:
         for b in self.plan.bindings if self.plan else ():
             calls = self.calls.get(b.site, (0, 0))
             told = {name: getattr(b, name) for name in ("site", "op", "choice", "side", "seam", "kernel", "needed")}
-            digest = ladder_words.kernel_digest(b.kernel) if b.kernel else ""
+            digest = kernel_digest(b.kernel) if b.kernel else ""
             yield Binding(digest=digest, calls_rollout=calls[0], calls_learner=calls[1], **told)
 
     def _limits(self) -> Iterator[str]:

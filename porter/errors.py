@@ -43,6 +43,12 @@ class PorterError(Exception):
         return self.what
 
 
+class MismatchFault(PorterError):
+    """Both sides were measured and at least one token is unequal."""
+
+    exit_code = ExitCode.mismatch
+
+
 class UsageFault(PorterError):
     """Arguments, a checkpoint or a configuration that cannot be used."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from porter.check import Ladder, Pairs, Rung, rungs
 from porter.plan import Binding, Plan
 from porter.prompts import Prompts
@@ -12,6 +14,7 @@ from porter.report import Check
 from porter.sides import Learner, Rollout
 
 RESCORED = 22
+FARTHEST = 1.5  # how much farther from the stock learner than the stock rollout the aligned learner may be
 LAID_OUT = 12
 
 
@@ -23,6 +26,24 @@ def check(ladder: Ladder, prompts: Prompts) -> None:
         first = first or sequences
     ladder.rescore(first[:RESCORED])
     ladder.layouts(first[:LAID_OUT])
+
+
+def stays_with_the_reference(
+    learner: Learner, reference: dict[str, Any], stock_mean: float | None, record: Callable[[Check], None]
+) -> None:
+    """Equality alone could be had by lowering the precision of both sides: the aligned learner must stay near the stock one.
+
+    reference: sequences of the stock rollout and the stock learner's log-probabilities of their response tokens.
+    stock_mean: mean |stock rollout - stock learner| on the same tokens; the aligned learner may be FARTHEST times as far.
+    """
+    answers = learner.score(reference["sequences"]).wait()["logprobs"]
+    aligned, stock = np.array([v for a in answers for v in a]), np.array(reference["learner"], dtype=np.float64)
+    mean = float(np.abs(aligned - stock).mean()) if aligned.shape == stock.shape else float("nan")
+    near = stock_mean is not None and mean <= FARTHEST * stock_mean
+    detail = f"mean |aligned - stock learner| {mean:.2e}, |stock rollout - stock learner| {stock_mean or 0:.2e}"
+    record(
+        Check(name="stays with the stock learner", status="pass" if near else "fail", tokens=len(stock), detail=detail)
+    )
 
 
 def ran(

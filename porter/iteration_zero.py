@@ -82,14 +82,14 @@ def run(
     rungs = baseline_rungs(prompts(2))
     with progress.stage("stock mismatch", total=sum(r.tokens for r in rungs)) as stage:
         ladder = Ladder(stock, learner, lambda check: None, stage.advance)
-        for rung in rungs:
-            ladder.run(rung)
+        first, *_ = [ladder.run(rung) for rung in rungs]
         sides.rollouts.pop("stock").stop()
         diagnosis = pending.wait()
         profile = profile_of(checkpoint, recorded["rollout"], treed.wait())
         afterwards(profile, diagnosis, choice)
         ladder.settle()
     return {
+        "reference": {"sequences": first, "learner": ladder.pairs.learner[: rungs[0].tokens]},
         "mismatch": ladder.pairs.mismatch().model_dump(mode="json"),
         "positions": ladder.pairs.by_position().model_dump(mode="json"),
         "profile": profile.model_dump(mode="json"),

@@ -19,16 +19,6 @@ from porter.trace import unequal
 
 KERNEL = {"lm_head": "linear"}
 ACTIVATION = {"SiluAndMul": "silu", "GeluAndMul": "gelu"}
-STOCK = {
-    "rms_norm": (
-        "normalises the unrounded float32 sum of input and residual",
-        "rounds the sum, then normalises it",
-    ),
-    "rotary": ("rotates in float32 and rounds once", "rounds each product, then their sum"),
-    "attention": ("the engine's paged kernel", "torch's scaled_dot_product_attention"),
-    "linear": ("the engine's GEMM", "torch's linear"),
-    "gated_activation": ("the engine's gated activation", "the modelling code's product"),
-}
 
 
 class Climb:
@@ -52,18 +42,19 @@ class Climb:
         """One binding per site. `skip` names rungs already refuted on the engine: {site: [{choice, settings}]}."""
         bindings = []
         for (site, operation), group in self.groups.items():
-            if operation in ("embedding", "logits", "glue", "layer_norm"):
-                bindings.append(
-                    self._kept(site, operation, group, f"{sum(c.unequal for c in group)} unequal on recorded inputs")
-                )
+            if not hasattr(self, f"_judge_{KERNEL.get(operation, operation)}"):
+                bindings.append(self._without_ladder(site, operation, group))
                 continue
             bindings.append(self._climb(site, operation, group, (skip or {}).get(site, [])))
         return bindings
 
-    def _kept(self, site, operation, group, why) -> dict[str, Any]:
-        return self._binding(
-            site, operation, group, {"choice": "keep", "side": "none", "seam": "", "settings": {}}, why, []
-        )
+    def _without_ladder(self, site, operation, group) -> dict[str, Any]:
+        """An operation that the catalogue has no kernel for is kept where both sides agree; else it needs an author."""
+        bad = sum(c.unequal for c in group)
+        choice, side = ("author", "both") if bad else ("keep", "none")
+        rung = {"choice": choice, "side": side, "seam": "", "settings": {}}
+        why = f"{bad} of {sum(c.elements for c in group)} elements unequal on recorded inputs"
+        return self._binding(site, operation, group, rung, why, [])
 
     def _binding(self, site, operation, group, rung: dict, why: str, tried: list[str]) -> dict[str, Any]:
         bad = [c for c in group if c.unequal]
@@ -77,6 +68,8 @@ class Climb:
             "op": operation,
             **rung,
             "kernel": kernel,
+            "rollout_class": group[0].event.kind,
+            "learner_class": type(self.model.get_submodule(group[0].module)).__name__ if group[0].module else "",
             "rollout_modules": sorted({self._module(c) for c in group}),
             "learner_modules": sorted({c.module for c in group if c.part == "leaf"}),
             "unequal": sum(c.unequal for c in group),
@@ -206,6 +199,9 @@ class Climb:
     def _judge_linear(self, rung, group):
         from porter.kernels import linear
 
+        fed = sum(c.unequal for c in group if c.part == "glue")
+        if fed:  # what the rollout feeds this GEMM is not what the modelling code computes: no kernel of ours helps
+            return f"its input differs: {fed} elements, by an operation that is not in the catalogue", 1.0
         leaves_ = [c for c in group if c.part == "leaf"]
         weights = [self.model.get_submodule(c.module).weight.detach() for c in leaves_[:4]]
         if rung.choice == "keep":
@@ -264,35 +260,39 @@ class Climb:
             bad = sum(c.unequal for c in group)
             if bad:
                 return f"{bad} of {sum(c.elements for c in group)} elements unequal", 1.0
-        c = group[0]
-        facts = self.facts[c.event.name]["facts"]
-        if facts.get("alibi") or facts.get("sinks"):
-            return "position slopes or sinks are not in the catalogue", 1.0
-        window, softcap = max(facts.get("sliding_window", -1), 0), facts["softcap"]
-        scale = facts["scale"]
-
-        def run(q, k, v, query_starts, key_starts):
-            starts = [torch.tensor(s, dtype=torch.int32) for s in (query_starts, key_starts)]
-            if rung.choice == "replace":
-                return attention.packed(q, k, v, *starts, scale, window, softcap, None, None, "probe")
-            return engine_attention.packed(
-                q, k, v, *starts, scale, window, softcap, rung.settings.get("split_kv", True), "probe"
+        kinds: dict[str, tuple[Comparison, dict[str, Any]]] = {}
+        for c in group:  # layers may alternate windows or caps: each kind is judged
+            kinds.setdefault(
+                repr(sorted(self.facts[c.event.name]["facts"].items())), (c, self.facts[c.event.name]["facts"])
             )
+        for c, facts in kinds.values():
+            if facts.get("alibi") or facts.get("sinks"):
+                return "position slopes or sinks are not in the catalogue", 1.0
+            window, softcap, scale = max(facts.get("sliding_window", -1), 0), facts["softcap"], facts["scale"]
 
-        q, k, v = (x.reshape(x.shape[0], -1, facts["head_size"]) for x in c.event.inputs[:3])
-        if rung.choice != "replace":
-            whole = run(q, k, v, [0, len(q)], [0, len(k)])
-            bad = unequal(whole.reshape(len(q), -1), c.event.outputs[0].reshape(len(q), -1))
-            if bad:
-                return f"not the engine's bits on recorded inputs: {bad} elements", 1.0
-        return self._position_invariant(run, q), 1.0
+            def run(q, k, v, query_starts, key_starts, settings=(scale, window, softcap)):
+                starts = [torch.tensor(s, dtype=torch.int32) for s in (query_starts, key_starts)]
+                if rung.choice == "replace":
+                    return attention.packed(q, k, v, *starts, *settings, None, None, "probe")
+                split = rung.settings.get("split_kv", True)
+                return engine_attention.packed(q, k, v, *starts, *settings, split, "probe")
 
-    def _position_invariant(self, run, like) -> str | None:
+            q, k, v = (x.reshape(x.shape[0], -1, facts["head_size"]) for x in c.event.inputs[:3])
+            if rung.choice != "replace":
+                whole = run(q, k, v, [0, len(q)], [0, len(k)])
+                bad = unequal(whole.reshape(len(q), -1), c.event.outputs[0].reshape(len(q), -1))
+                if bad:
+                    return f"not the engine's bits on recorded inputs: {bad} elements", 1.0
+            refused = self._position_invariant(run, q.dtype, facts)
+            if refused:
+                return refused, 1.0
+        return None, 1.0
+
+    def _position_invariant(self, run, dtype: torch.dtype, facts: dict[str, Any]) -> str | None:
         """Random q, k, v of the model's shape: prefill against decode, chunks, batches, at 1 and 2 threads."""
-        facts = next(m["facts"] for m in self.facts.values() if m["operation"] == "attention")
         heads, kv, size, length = facts["num_heads"], facts["num_kv_heads"], facts["head_size"], 530
         draw = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(length, h, size, generator=draw).to(like.dtype) for h in (heads, kv, kv))
+        q, k, v = (torch.randn(length, h, size, generator=draw).to(dtype) for h in (heads, kv, kv))
         threads = torch.get_num_threads()
         whole = run(q, k, v, [0, length], [0, length])
         try:

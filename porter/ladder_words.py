@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from porter.plan import Plan
-from porter.render import KERNELS
 from porter.report import Culprit, Finding
-
-STOCK = {
-    "rms_norm": (
-        "normalises the unrounded float32 sum of input and residual",
-        "rounds the sum to the model's dtype, then normalises it",
-    ),
-    "rotary": ("rotates in float32 and rounds once", "rounds each product, then their sum"),
-    "attention": ("the engine's paged attention kernel", "torch's scaled_dot_product_attention"),
-    "linear": ("the engine's GEMM", "torch's linear"),
-    "lm_head": ("the engine's GEMM", "torch's linear"),
-    "gated_activation": ("the engine's gated activation", "the modelling code's product"),
-}
 
 
 def culprits(bindings: list[dict[str, Any]]) -> tuple[Culprit, ...]:
-    """Sites whose inputs were equal and whose outputs were not, most unequal first."""
+    """Sites whose inputs were equal and whose outputs were not, most unequal first; `tokens` counts elements."""
     found = [
         Culprit(
-            site=b["site"],
-            op=b["op"],
-            layer=b["layer"],
-            why=f"rollout: {STOCK.get(b['op'], ('its kernel', ''))[0]}; learner: {STOCK.get(b['op'], ('', 'its kernel'))[1]}",
-            unequal=b["unequal"],
-            tokens=b["elements"],
+            site=b["site"], op=b["op"], layer=b["layer"], why=b["needed"], unequal=b["unequal"], tokens=b["elements"]
         )
         for b in bindings
         if b["unequal"]
@@ -56,37 +37,29 @@ def dropped(before: Plan, after: Plan | None) -> str:
 
 
 def findings(plan: Plan, architecture: str, versions: dict[str, str]) -> tuple[Finding, ...]:
-    """One numeric finding per site whose stock kernels differ: what each side does and which one the port follows."""
-    reference = f"transformers {versions.get('transformers', '?')}, modelling code of {architecture}"
+    """One numeric finding per site whose stock kernels differ: what was seen on each side, and what the port does."""
     found = []
     for b in plan.bindings:
-        if b.unequal:
-            rollout, learner = STOCK.get(b.op, ("its kernel", "its kernel"))
-            follows = {
-                "rollout": "the rollout follows the learner",
-                "learner": "the learner follows the rollout",
-                "both": "both call one kernel",
-            }
-            found.append(
-                Finding(
-                    kind="numeric",
-                    site=b.site,
-                    layer=b.layer,
-                    rollout_does=rollout,
-                    learner_does=learner,
-                    decided_by=f"{b.choice}: {follows.get(b.side, 'kept')}",
-                    reference=reference,
-                )
+        if not b.unequal:
+            continue
+        bound = f"{b.kernel or b.op}{''.join(f', {k} {v}' for k, v in b.settings.items())}"
+        follows = {
+            "rollout": f"the rollout follows the learner, whose bits {bound} reproduces",
+            "learner": f"the learner calls the rollout's kernel ({bound})",
+            "both": f"both sides call {bound}",
+        }
+        found.append(
+            Finding(
+                kind="numeric",
+                site=b.site,
+                layer=b.layer,
+                rollout_does=f"stock {b.rollout_class or b.op}: {b.unequal} of {b.elements} elements differ on equal inputs",
+                learner_does=f"stock {b.learner_class or 'modelling code'}",
+                decided_by=f"{b.choice}: {follows.get(b.side, 'kept')}",
+                reference=f"transformers {versions.get('transformers', '?')}, modelling code of {architecture}",
             )
+        )
     return tuple(found)
-
-
-def kernel_digest(kernel: str) -> str:
-    """sha256 of a kernel's sources."""
-    digest = hashlib.sha256()
-    for path in sorted([KERNELS / f"{kernel}.py", *KERNELS.glob(f"{kernel}.cpp")]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def baseline_choice(choice: dict[str, Any]) -> str:

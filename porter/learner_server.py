@@ -15,7 +15,9 @@ class LearnerServer:
     def __init__(self) -> None:
         self.model, self.port, self.log_probability = None, None, None
 
-    def load(self, progress, path: str, dtype: str, threads: int, port: str = "") -> dict[str, Any]:
+    def load(
+        self, progress, path: str, dtype: str, threads: int, port: str = "", allow_remote_code: bool = False
+    ) -> dict[str, Any]:
         """Loads the model; with `port` (an import name on PYTHONPATH) aligns it. Returns versions and threads."""
         began = time.perf_counter()
         import torch
@@ -24,7 +26,7 @@ class LearnerServer:
         from porter import transformers_adapter
 
         torch.set_num_threads(threads)
-        self.model = transformers_adapter.load(path, dtype)
+        self.model = transformers_adapter.load(path, dtype, allow_remote_code)
         if port:
             self.port = importlib.import_module(port)
             self.port.align(self.model)

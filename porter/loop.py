@@ -46,6 +46,7 @@ class Settings:
     threads: int = 1
     seed: int = 0
     pairs: int = 6
+    remote_code: bool = False
 
 
 @dataclass
@@ -63,25 +64,29 @@ class Loop:
         self.threads = Threads.on_this_machine(self.settings.threads)
         self.package = package_of(self.checkpoint.slug)
         self.trace = self.run.path / "trace-0"
-        self.sides = Sides(self.checkpoint.path, self.checkpoint.dtype, self.threads, self.run.path / "logs")
+        logs = self.run.path / "logs"
+        self.sides = Sides(self.checkpoint.path, self.checkpoint.dtype, self.threads, logs, self.settings.remote_code)
         self.conclusion = Conclusion(self.checkpoint, self.target, self.threads, self.progress)
-        sources = [p.read_text() for folder in (render.KERNELS, render.TEMPLATES) for p in sorted(folder.rglob("*.*"))]
+        sources = render.sources()
         asked = (self.settings.seed, self.settings.threads, self.target.name)
         self.key = digest_of(self.checkpoint.revision, self.checkpoint.dtype, versions(), asked, sources)
 
     def go(self) -> Report:
         """Runs every stage that is not done yet. Raises PorterError; what was done until then stays in `conclusion`."""
+        self.require_machine()
+        try:
+            if self.iterate(self.iteration_zero()):
+                self.measure_throughput()
+        finally:
+            self.sides.stop_all()
+        return self.conclusion.report()
+
+    def require_machine(self) -> None:
+        """Raises NotMeasured when the target's device is not one this version measures on, EngineFault for memory."""
         if self.target.device != "cpu":
             here = f"kernels for {self.target.device} targets are not in this version"
             raise NotMeasured(f"--hw {self.target.name}: {here}", "--hw cpu measures here")
         require_memory(self.checkpoint, KV_BYTES, engines=2)
-        try:
-            zero = self.iteration_zero()
-            self.iterate(zero)
-            self.measure_throughput()
-        finally:
-            self.sides.stop_all()
-        return self.conclusion.report()
 
     def prompts(self, purpose: int) -> Prompts:
         """Prompts of one purpose, the same in every run of one seed."""
@@ -143,28 +148,34 @@ class Loop:
             Iteration(index=index, tokens=mismatch.tokens, unequal=mismatch.unequal, culprits=culprits, change=change)
         )
 
-    def iterate(self, zero: dict[str, Any]) -> None:
-        """Plan, render, check; on a mismatch find the culprit on the aligned sides and climb on; then prune."""
+    def iterate(self, zero: dict[str, Any]) -> bool:
+        """Plan, render, check; on a mismatch find the culprit on the aligned sides and climb on; then prune.
+
+        True when the port is at zero; False when a required check failed although no token is unequal.
+        """
         skip: dict[str, list[dict[str, Any]]] = {}
         known = self.conclusion
         while True:
             plan = known.plan
             self.run.save_json(f"plan-{plan.index}.json", plan)
             render.write(plan, self.run.port)
-            proof = self.check()
+            proof = self.check(zero["reference"])
             red = known.mismatch.unequal or any(c.status != "pass" for c in known.checks if c.required)
             smaller = None if red else iteration.pruned(plan, proof)
             if not red and smaller is None:
                 known.plan = iteration.proved(plan, proof)
                 self._turn(plan.index, known.mismatch, (), "none: zero, and each binding is needed")
                 self.run.save_json(f"plan-{plan.index}.json", known.plan)
-                return
+                return True
+            if red and not known.mismatch.unequal:
+                self._turn(plan.index, known.mismatch, (), "none: a required check failed, see checks")
+                return False
             culprits, change = (), ladder_words.dropped(plan, smaller)
             if red:
                 smaller, culprits = self._climb(zero, skip)
                 change = ladder_words.change(smaller)
             self._turn(plan.index, known.mismatch, culprits, change)
-            if plan.index >= self.settings.max_iterations:
+            if red and plan.index >= self.settings.max_iterations:
                 hint = "raise --max-iterations, or look at the culprits in report.md"
                 raise BudgetSpent(f"{plan.index} iterations and not done", hint)
             self.sides.stop_all(keep=("fastest-stock",))
@@ -201,13 +212,16 @@ class Loop:
         learner = self.sides.start_learner("aligned", port=self.run.port, package=self.package)
         return rollout.ready(), learner.ready()
 
-    def check(self) -> dict[str, tuple[int, int]]:
-        """Every rung on the present port, or what a run before this one found. Returns the proof of each binding."""
+    def check(self, reference: dict[str, Any] | None = None) -> dict[str, tuple[int, int]]:
+        """Every rung on the present port, or what a run before this one found. Returns the proof of each binding.
+
+        `reference`: tokens and log-probabilities of the stock sides, from iteration 0.
+        """
         known = self.conclusion
         key = digest_of(self.key, known.plan.model_dump(mode="json"))
         kept = self.run.stage_result(f"check-{known.plan.index}", key)
         if kept is None:
-            kept = self._check()
+            kept = self._check(reference)
             self.run.stage_done(f"check-{known.plan.index}", key, kept)
         else:
             for check in kept["checks"]:
@@ -218,7 +232,7 @@ class Loop:
         self.progress.facts(iteration=known.plan.index, unequal=known.mismatch.unequal)
         return {site: tuple(found) for site, found in kept["proof"].items()}
 
-    def _check(self) -> dict[str, Any]:
+    def _check(self, reference: dict[str, Any] | None) -> dict[str, Any]:
         plan, before = self.conclusion.plan, len(self.conclusion.checks)
         with self.progress.stage("start aligned engine and learner"):
             rollout, learner = self.aligned()
@@ -227,6 +241,9 @@ class Loop:
         with self.progress.stage("check", total=sum(r.tokens for r in wanted) + again) as stage:
             ladder = Ladder(rollout, learner, self.record, stage.advance)
             iteration.check(ladder, self.prompts(3))
+            if reference:
+                mean = self.conclusion.stock.mean_abs
+                iteration.stays_with_the_reference(learner, reference, mean, self.record)
             calls = iteration.ran(plan, self.package, rollout, learner, self.record)
         mismatch, proof = ladder.pairs.mismatch(), {}
         if not mismatch.unequal:

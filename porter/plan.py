@@ -39,6 +39,8 @@ class Binding(_Frozen):
     settings: dict[str, Any] = Field(default_factory=dict)
     rollout_modules: tuple[str, ...] = ()
     learner_modules: tuple[str, ...] = ()
+    rollout_class: str = ""
+    learner_class: str = ""
     unequal: int = 0
     elements: int = 0
     layer: int | None = None
@@ -59,7 +61,15 @@ class Plan(_Frozen):
 
     def without_evidence(self) -> Plan:
         """The plan with what each binding does, and nothing of why."""
-        told = {"unequal": 0, "elements": 0, "layer": None, "needed": "", "tried": ()}
+        told = {
+            "rollout_class": "",
+            "learner_class": "",
+            "unequal": 0,
+            "elements": 0,
+            "layer": None,
+            "needed": "",
+            "tried": (),
+        }
         return self.model_copy(update={"index": 0, "bindings": tuple(b.model_copy(update=told) for b in self.bindings)})
 
     def installed(self) -> tuple[Binding, ...]:

@@ -13,7 +13,7 @@ from porter import baseline, bench
 from porter.check import Ladder, Rung
 from porter.checkpoint import resolve
 from porter.commands import checkpoint_of, finish
-from porter.errors import EngineFault, UsageFault
+from porter.errors import MismatchFault, UsageFault
 from porter.loop import Loop, Settings
 from porter.plan import Plan
 from porter.progress import Progress
@@ -75,6 +75,7 @@ def check(folder: Path, out: Path | None, quiet: bool, seed: int, checkpoint: Pa
 
 
 def _check_only(loop: Loop) -> Report:
+    loop.require_machine()
     try:
         loop.check()
     finally:
@@ -83,11 +84,20 @@ def _check_only(loop: Loop) -> Report:
 
 
 def measure(
-    folder: Path, quiet: bool, seed: int, checkpoint: Path | None, threads: int, pairs: int, short: bool
+    folder: Path,
+    out: Path | None,
+    quiet: bool,
+    seed: int,
+    checkpoint: Path | None,
+    threads: int,
+    target: float,
+    pairs: int,
+    short: bool,
 ) -> Throughput:
     """Throughput of an existing port. A small check comes first: no figure beside a mismatch."""
     with Progress(quiet) as progress:
-        loop, run = _loop(folder, None, checkpoint, seed, threads, progress, quiet)
+        loop, run = _loop(folder, out, checkpoint, seed, threads, progress, quiet)
+        loop.require_machine()
         try:
             with progress.stage("start aligned engine and learner"):
                 aligned, learner = loop.aligned()
@@ -98,7 +108,7 @@ def measure(
             unequal, tokens = ladder.pairs.unequal(), len(ladder.pairs.rollout)
             if unequal:
                 what = f"{unequal} of {tokens} tokens are unequal: no throughput beside a mismatch"
-                raise EngineFault(what, "run zm-port check PORT")
+                raise MismatchFault(what, "run zm-port check PORT")
             loop.sides.learners.pop("aligned").stop()
             key = baseline.key_of(loop.checkpoint, loop.threads)
             choice = baseline.known(key)
@@ -116,7 +126,6 @@ def measure(
                     found.append(bench.pairs(aligned, fastest, load, pairs, stage.advance))
         finally:
             loop.sides.stop_all()
-    target = loop.settings.target_ratio
     made = Throughput.of(found, target_ratio=target, baseline_configuration=choice["settings"])
     run.save_json("throughput.json", made)
     return made

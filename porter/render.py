@@ -153,17 +153,32 @@ def files_of(plan: Plan) -> dict[str, str]:
     return files
 
 
+def _left_by_tools(path: Path) -> bool:
+    """What pip, pytest and Python leave in a folder they work in."""
+    left = ("__pycache__", ".pytest_cache", ".ruff_cache", "build")
+    return any(part in left or part.endswith(".egg-info") for part in path.parts)
+
+
 def drift(plan: Plan, folder: Path) -> list[str]:
     """Files of the port in `folder` that differ from what the plan renders: edited, missing, or not of the port."""
     wanted = files_of(plan)
-    there = {
-        str(p.relative_to(folder))
-        for p in folder.rglob("*")
-        if p.is_file() and "__pycache__" not in p.parts and ".pytest_cache" not in p.parts
-    }
+    there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and not _left_by_tools(p)}
     wrong = [f"{n}: missing" for n in sorted(set(wanted) - there)]
     wrong += [f"{n}: not part of the port" for n in sorted(there - set(wanted))]
     return wrong + [f"{n}: differs" for n in sorted(there & set(wanted)) if (folder / n).read_text() != wanted[n]]
+
+
+def sources() -> list[str]:
+    """The text of every kernel and template: what a port is made of."""
+    paths = [
+        p for folder in (KERNELS, TEMPLATES) for p in folder.rglob("*") if p.suffix in (".py", ".cpp", ".h", ".j2")
+    ]
+    return [p.read_text() for p in sorted(paths)]
+
+
+def kernel_digest(kernel: str) -> str:
+    """sha256 of everything that one kernel is compiled and run from."""
+    return _digest(json.dumps(_kernel_files({kernel}), sort_keys=True))
 
 
 def write(plan: Plan, folder: Path, force: bool = False) -> Path:
@@ -179,6 +194,8 @@ def write(plan: Plan, folder: Path, force: bool = False) -> Path:
                 )
     elif folder.exists() and any(folder.iterdir()) and not manifest:
         raise UsageFault(f"{folder}: not a port and not empty", "name another folder")
+    if manifest and not drift(plan, folder):
+        return folder  # an engine may be importing from it
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     for name, text in files.items():

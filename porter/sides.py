@@ -16,7 +16,7 @@ from porter.hardware import usable_cpus
 
 KV_BYTES = 1 << 28
 MAX_LENGTH = 1024
-BATCHED_TOKENS = 1024
+BATCHED_TOKENS = 512
 SEQUENCES = 64
 
 
@@ -169,13 +169,16 @@ def start_learner(
     log: Path,
     port: Path | None = None,
     package: str = "",
+    remote_code: bool = False,
 ) -> Learner:
     """Starts a learner without waiting for it."""
     more = {}
     if port is not None:
         more["PYTHONPATH"] = os.pathsep.join(filter(None, [str(port.resolve()), os.environ.get("PYTHONPATH", "")]))
     child = Child(name, "porter.learner_server", log, environment(threads, threads.learner, **more))
-    started = child.request("load", 900, path=str(path), dtype=dtype, threads=threads.count, port=package)
+    started = child.request(
+        "load", 900, path=str(path), dtype=dtype, threads=threads.count, port=package, allow_remote_code=remote_code
+    )
     return Learner(child, started)
 
 
@@ -187,6 +190,7 @@ class Sides:
     dtype: str
     threads: Threads
     logs: Path
+    remote_code: bool = False
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     learners: dict[str, Learner] = field(default_factory=dict)
 
@@ -197,7 +201,15 @@ class Sides:
         if name not in self.rollouts:
             log = self.logs / f"{name}-engine.log"
             self.rollouts[name] = start_rollout(
-                f"{name} engine", self.checkpoint, dtype or self.dtype, self.threads, log, port, package, **settings
+                f"{name} engine",
+                self.checkpoint,
+                dtype or self.dtype,
+                self.threads,
+                log,
+                port,
+                package,
+                trust_remote_code=self.remote_code,
+                **settings,
             )
         return self.rollouts[name]
 
@@ -206,7 +218,7 @@ class Sides:
         if name not in self.learners:
             log = self.logs / f"{name}-learner.log"
             self.learners[name] = start_learner(
-                f"{name} learner", self.checkpoint, self.dtype, self.threads, log, port, package
+                f"{name} learner", self.checkpoint, self.dtype, self.threads, log, port, package, self.remote_code
             )
         return self.learners[name]
 

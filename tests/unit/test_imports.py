@@ -21,7 +21,7 @@ PRIVATE = {"vllm": {"vllm_adapter.py"}, "transformers": {"transformers_adapter.p
 SOURCE = {".py", ".cpp", ".h", ".j2", ".toml"}
 NO_NAMES = {"utils", "helpers", "common", "manager", "misc"}
 FAMILIES = ("llama", "qwen", "gemma", "mistral", "smollm")
-IMPORTS = "import porter.cli, porter.commands, porter.loop, porter.render, porter.plan"
+IMPORTS = "import porter.cli, porter.commands, porter.loop, porter.port_commands, porter.render, porter.plan"
 
 
 # -- what is loaded --
