@@ -12,8 +12,7 @@ import torch
 
 from .build import library
 from .ladder import Rung
-from .linear import DTYPES
-from .operation import operation, with_backward
+from .operation import DTYPES, operation, with_backward
 
 PAGE = 32  # keys per step of the online softmax; a cache block is a multiple of it
 

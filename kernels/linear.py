@@ -13,9 +13,7 @@ import torch
 
 from .build import library
 from .ladder import Rung
-from .operation import operation, with_backward
-
-DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+from .operation import DTYPES, operation, with_backward
 
 
 def reference(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 import torch
 
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""Dtypes that the C++ kernels take, by their number there (simd.h)."""
+
 CALLS: Counter[str] = Counter()
 """Calls by site, in this process."""
 

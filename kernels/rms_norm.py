@@ -15,8 +15,7 @@ import torch
 
 from .build import compiler, library
 from .ladder import Rung
-from .linear import DTYPES
-from .operation import operation
+from .operation import DTYPES, operation
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

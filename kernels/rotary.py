@@ -13,8 +13,7 @@ import torch
 
 from .build import compiler, library
 from .ladder import Rung
-from .linear import DTYPES
-from .operation import operation
+from .operation import DTYPES, operation
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:

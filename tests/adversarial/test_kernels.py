@@ -55,7 +55,9 @@ def test_linear_with_no_row_and_with_one(dtype, packed):
     assert same(linear.linear(x[0], weight, **given), linear.linear(x, w)[0])
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(m, n, k) for m in (1, 2, 3, 4, 5, 6, 7, 13) for n in (1, 16, 17, 65) for k in (1, 2, 33)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(m, n, k) for m in (1, 2, 3, 4, 5, 6, 7, 13) for n in (1, 16, 17, 65) for k in (1, 2, 33)]
+)
 def test_linear_at_every_tile_boundary(m, n, k):
     x, w, b = drawn(m, k, seed=1), drawn(n, k), drawn(n, seed=2)
     whole = linear.linear(x, w, b)

@@ -143,7 +143,7 @@ def test_a_folder_that_is_no_port_is_left_alone(tmp_path):
 
 def test_only_the_seams_and_kernels_of_the_plan_are_there():
     names = set(render.files_of(pinned()))
-    assert not any(n.endswith(("linear.cpp", "attention.cpp", "rollout_custom_op.py")) for n in names)
+    assert not any(n.endswith(("linear.cpp", "elementwise.cpp", "rollout_custom_op.py")) for n in names)
     assert "zm_port_tiny/kernels/engine_attention.py" in names
 
 
