@@ -8,6 +8,7 @@ win by more than COMPILE_MARGIN, because every start of it costs minutes. All fi
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from importlib.metadata import distributions
 from pathlib import Path
@@ -20,6 +21,8 @@ from porter.sides import Rollout, Sides, Threads
 from porter.storage import atomic_write, digest_of
 
 COMPILE_MARGIN = 1.05
+CLOSE = 1.5  # dtypes nearer than this are measured in interleaved rounds before one is chosen
+ROUNDS = 3
 
 
 def short_workloads(prompts: Prompts) -> list[tuple[str, list[list[int]], list[int]]]:
@@ -54,49 +57,59 @@ def known(key: str) -> dict[str, Any] | None:
         return None
 
 
-def measure(rollout: Rollout, prompts: Prompts) -> dict[str, float]:
-    """Seconds of each short workload on a running engine, after one short call to warm it."""
-    rollout.generate(prompts.short(1), [1])
-    found = {}
-    for name, ids, tokens in short_workloads(prompts):
-        rollout.forget_prefixes()
-        found[name] = rollout.generate(ids, tokens)["seconds"]
-    return found
+def measure(rollouts: dict[str, Rollout], prompts: Callable[[], Prompts], rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds of each short workload on each running engine: medians over interleaved rounds, the order swapped."""
+    took: dict[str, dict[str, list[float]]] = {name: {} for name in rollouts}
+    for rollout in rollouts.values():
+        rollout.generate(prompts().short(1), [1])  # the first call of an engine is slower
+    for i in range(rounds):
+        for load, ids, tokens in short_workloads(prompts()):
+            for name in list(rollouts) if i % 2 == 0 else list(rollouts)[::-1]:
+                rollouts[name].forget_prefixes()
+                took[name].setdefault(load, []).append(rollouts[name].generate(ids, tokens)["seconds"])
+    return {name: {load: statistics.median(seconds) for load, seconds in loads.items()} for name, loads in took.items()}
 
 
-def _seconds(measured: dict[str, float]) -> float:
+def _total(measured: dict[str, float]) -> float:
     return sum(measured.values())
 
 
 def decide(
     key: str, checkpoint: Checkpoint, sides: Sides, prompts: Callable[[], Prompts], note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measures the candidates and keeps the choice. The engine "stock" of `sides` runs the checkpoint's dtype, eager."""
-    measured: dict[str, dict[str, float]] = {}
+    """Measures the candidates and keeps the choice. At most two engines are up at a time, and none afterwards."""
+    settings = {
+        f"{dtype} {'eager' if eager else 'compiled'}": {"dtype": dtype, "enforce_eager": eager}
+        for eager in (True, False)
+        for dtype in dict.fromkeys([checkpoint.dtype, "float32"])
+    }
 
-    def label(settings: dict[str, Any]) -> str:
-        return f"{settings['dtype']} {'eager' if settings['enforce_eager'] else 'compiled'}"
+    def start(label: str) -> Rollout:
+        chosen = settings[label]
+        return sides.start_rollout(
+            f"trial-{label.replace(' ', '-')}", chosen["dtype"], enforce_eager=chosen["enforce_eager"]
+        )
 
-    def trial(settings: dict[str, Any]) -> None:
-        note(f"measuring stock {label(settings)}")
-        name = f"trial-{label(settings).replace(' ', '-')}"
-        try:
-            rollout = sides.start_rollout(name, settings["dtype"], enforce_eager=settings["enforce_eager"])
-            measured[label(settings)] = measure(rollout.ready(), prompts())
-        finally:
-            sides.stop(name)
+    def stop(*labels: str) -> None:
+        sides.stop(*[f"trial-{label.replace(' ', '-')}" for label in labels])
 
-    eager = [{"dtype": d, "enforce_eager": True} for d in dict.fromkeys([checkpoint.dtype, "float32"])]
-    note(f"measuring stock {label(eager[0])}")
-    measured[label(eager[0])] = measure(sides.start_rollout("stock").ready(), prompts())
-    for settings in eager[1:]:
-        trial(settings)
-    best = min(eager, key=lambda s: _seconds(measured[label(s)]))
-    compiled = {**best, "enforce_eager": False}
-    trial(compiled)
-    if _seconds(measured[label(compiled)]) * COMPILE_MARGIN < _seconds(measured[label(best)]):
-        best = compiled
-    choice = {"settings": best, "measured": measured, "model": checkpoint.slug}
+    try:
+        eager = [label for label, s in settings.items() if s["enforce_eager"]]
+        note(f"measuring stock {', '.join(eager)}")
+        up = {label: start(label) for label in eager}
+        measured = measure({label: rollout.ready() for label, rollout in up.items()}, prompts, 1)
+        if max(map(_total, measured.values())) < CLOSE * min(map(_total, measured.values())):
+            measured = measure(up, prompts, ROUNDS)
+        best = min(measured, key=lambda label: _total(measured[label]))
+        stop(*[label for label in eager if label != best])
+        compiled = best.replace("eager", "compiled")
+        note(f"measuring stock {best} against {compiled}")
+        measured |= measure({best: start(best), compiled: start(compiled).ready()}, prompts, ROUNDS)
+        if _total(measured[compiled]) * COMPILE_MARGIN < _total(measured[best]):
+            best = compiled
+    finally:
+        stop(*settings)
+    choice = {"settings": settings[best], "measured": measured, "model": checkpoint.slug}
     _file(key).parent.mkdir(parents=True, exist_ok=True)
     atomic_write(_file(key), json.dumps(choice, indent=1).encode())
     return choice

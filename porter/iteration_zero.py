@@ -67,15 +67,15 @@ def run(
     `afterwards(profile, diagnosis, choice)` is called when the stock engine is no longer needed and the learner
     still scores: the moment to start what comes next.
     """
-    with progress.stage("start stock engine and learner"):
-        stock, learner = sides.start_rollout("stock"), sides.start_learner("stock")
-        learner.ready()
-        stock.ready()
     key = baseline.key_of(checkpoint, sides.threads)
     choice = baseline.known(key)
     if choice is None:
         with progress.stage("choose the fastest stock configuration (once per machine)") as stage:
             choice = baseline.decide(key, checkpoint, sides, lambda: prompts(9), stage.note)
+    with progress.stage("start stock engine and learner"):
+        stock, learner = sides.start_rollout("stock"), sides.start_learner("stock")
+        learner.ready()
+        stock.ready()
     with progress.stage("record and diagnose"):
         recorded = record(stock, prompts(1), trace)
         pending, treed = diagnose(learner, recorded, trace, target), learner.child.request("tree")

@@ -115,7 +115,6 @@ def measure(
             if choice is None:
                 with progress.stage("choose the fastest stock configuration (once per machine)") as stage:
                     choice = baseline.decide(key, loop.checkpoint, loop.sides, lambda: loop.prompts(9), stage.note)
-                    loop.sides.stop("stock")
             with progress.stage("start fastest stock engine"):
                 fastest = loop.start_fastest(choice).ready()
             loads = (bench.default_loads if short else bench.long_loads)(loop.prompts(5))

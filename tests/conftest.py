@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "porter"]
 
 
