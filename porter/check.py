@@ -6,6 +6,7 @@ one before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,18 @@ class Rung:
         return sum(self.max_tokens)
 
 
+def _measured(value: float | None) -> float:
+    """A log-probability as it was measured: float32 and finite. What is missing or infinite is NaN, equal to nothing.
+
+    Raises ValueError for a value of another precision: rounding it to float32 could hide a difference.
+    """
+    if value is None or not math.isfinite(value):
+        return math.nan
+    if float(np.float32(value)) != value:
+        raise ValueError(f"log-probability {value!r} is no float32")
+    return value
+
+
 @dataclass
 class Pairs:
     """Log-probabilities of both sides, token by token, with where each token stands."""
@@ -59,8 +72,8 @@ class Pairs:
                 raise ValueError(
                     f"{name} request {i}: {len(a)} and {len(b)} log-probabilities for {len(tokens)} tokens"
                 )
-            self.rollout += [float("nan") if v is None else v for v in a]
-            self.learner += [float("nan") if v is None else v for v in b]
+            self.rollout += [_measured(v) for v in a]
+            self.learner += [_measured(v) for v in b]
             self.requests += [f"{name}/{i}"] * len(tokens)
             self.positions += range(s["prompt"], s["prompt"] + len(tokens))
             self.ids += tokens
@@ -139,6 +152,12 @@ class Ladder:
         cached = sum(o["cached"] for o in outputs)
         if rung.needs_cache:
             detail += f", {cached} prompt tokens from the cache"
+        short = [i for i, (o, n) in enumerate(zip(outputs, rung.max_tokens, strict=True)) if len(o["tokens"]) != n]
+        if short:
+            self.record(
+                Check(name=rung.name, status="fail", detail=f"request {short[0]} gave another number of tokens")
+            )
+            return sequences
         if rung.needs_cache and not cached:
             self.record(Check(name=rung.name, status="fail", detail="no prompt token came from the prefix cache"))
             return sequences

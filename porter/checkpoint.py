@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from porter import gguf_checkpoint, hub, known_models
 from porter.checkpoint_config import Progress, read_json
 from porter.checkpoint_contents import validate
+from porter.checkpoint_files import is_folder, shortened
 from porter.errors import EngineFault, UsageFault
 from porter.hardware import available_memory
 from porter.known_models import KnownModel, Package
@@ -83,14 +84,14 @@ def resolve(
     cache = cache or cache_folder()
     options = {"cache": cache, "allow_remote_code": allow_remote_code, "progress": progress}
     known = known_models.find(model)
-    folder = Path(model).expanduser()
     if checkpoint is not None:
         if known is None:
             raise known_models.unknown(model, "--checkpoint goes with a slug")
-        return inspect_folder(checkpoint.expanduser(), slug=known.slug, known=known, **options)
+        return inspect_folder(_home(checkpoint), slug=known.slug, known=known, **options)
     if known is not None:
         return _of_known(known, revision, **options)
-    if folder.is_dir():
+    folder = _home(Path(model))
+    if is_folder(folder):
         if revision:
             raise UsageFault(f"--revision {revision}: {model} is a folder, only a hub id has revisions")
         return inspect_folder(folder, slug=_slug(folder.resolve().name), **options)
@@ -101,6 +102,14 @@ def resolve(
     path, commit = hub.download(model, revision, progress, allow_remote_code=allow_remote_code)
     facts = {"source": f"hub {model}", "revision": commit}
     return inspect_folder(path, slug=_slug(model.split("/")[1]), **facts, **options)
+
+
+def _home(path: Path) -> Path:
+    """The path with `~` replaced."""
+    try:
+        return path.expanduser()
+    except RuntimeError:  # no such user
+        raise UsageFault(f"{shortened(str(path))}: there is no such folder, and no such user") from None
 
 
 def inspect_folder(
@@ -116,7 +125,7 @@ def inspect_folder(
     progress: Progress | None = None,
 ) -> Checkpoint:
     """The checkpoint in folder `path`, looked at in full; `known` is the model it has to be."""
-    if not path.is_dir():
+    if not is_folder(path):
         raise UsageFault(f"{path} is no folder: a checkpoint folder is needed")
     if known and known.architecture:
         stated = read_json(path / "config.json").get("architectures")

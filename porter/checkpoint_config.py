@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from porter import checkpoint_shapes
+from porter.checkpoint_files import require_file
 from porter.errors import UsageFault
 from porter.known_models import known_models
+from porter.storage import without_nan
 
 Progress = Callable[[str, float | None], None]  # what is being done, and the part of it that is done
 
@@ -49,9 +51,13 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of the checkpoint."""
+    """A JSON object from a file of the checkpoint; every number in it is finite."""
     try:
+        require_file(path)
         value = json.loads(path.read_text(encoding="utf-8"))
+        endless: list[str] = []
+        for name, held in value.items() if isinstance(value, dict) else ():
+            without_nan(held, name, endless)
     except FileNotFoundError:
         raise UsageFault(
             f"{path.parent} has no {path.name}", "give a folder that transformers can load a model from"
@@ -64,6 +70,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UsageFault(f"{path}: no readable JSON: {error}") from None
     if not isinstance(value, dict):
         raise UsageFault(f"{path}: a JSON object is needed, this is a {type(value).__name__}")
+    if endless:
+        raise UsageFault(f"{path}: {endless[0].replace(' was ', ': a finite number is needed, this is ')}")
     return value
 
 
@@ -129,6 +137,38 @@ def check_dtype(path: Path, config: dict[str, Any]) -> str | None:
                     raise UsageFault(f"{path}: {prefix}{key}: {value!r} is not covered; accepted: {accepted_dtypes()}")
                 return name
     return None
+
+
+def check_heads(path: Path, config: dict[str, Any]) -> None:
+    """Every key head serves the same number of query heads: transformers builds another model too, vLLM does not."""
+    for part, prefix in ((config, ""), (config.get("text_config"), "text_config.")):
+        if not isinstance(part, dict):
+            continue
+        heads, key_heads = part.get("num_attention_heads"), part.get("num_key_value_heads")
+        if type(heads) is int and type(key_heads) is int and heads > 0 and (key_heads < 1 or heads % key_heads):
+            raise UsageFault(
+                f"{path}: {prefix}num_key_value_heads: {key_heads} does not divide num_attention_heads: {heads}"
+            )
+
+
+def check_tokenizer(path: Path) -> None:
+    """The folder's tokenizer.json, if there is one, can be loaded."""
+    file = path / "tokenizer.json"
+    if not file.exists():
+        return
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return  # then no engine is installed either
+    try:
+        require_file(file)
+        Tokenizer.from_file(str(file))
+    except UsageFault:
+        raise
+    except OSError as error:
+        raise UsageFault(f"{file}: cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # the library raises nothing narrower
+        raise UsageFault(f"{file}: no tokenizer: {' '.join(str(error).split())[:300]}") from None
 
 
 def accepted_dtypes() -> str:

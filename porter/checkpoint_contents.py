@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from porter import checkpoint_shapes
+from porter import checkpoint_files, checkpoint_shapes
 from porter.checkpoint_config import (
     DTYPES,
     Progress,
     accepted_dtypes,
     check_architecture,
     check_dtype,
+    check_heads,
+    check_tokenizer,
     layer_count,
     read_json,
     sampling_notes,
@@ -49,7 +52,7 @@ class Contents:
 
 
 def validate(path: Path, *, allow_remote_code: bool = False, cache: Path, progress: Progress | None = None) -> Contents:
-    """Everything about the checkpoint in `path`; `cache` keeps what transformers says about a configuration.
+    """Everything about the checkpoint in `path`; `cache` keeps what is slow to find out.
 
     Raises:
         UsageFault: the checkpoint cannot be used; one line that names the file, the tensor or the field.
@@ -59,7 +62,9 @@ def validate(path: Path, *, allow_remote_code: bool = False, cache: Path, progre
     notes: list[str] = []
     architecture, model_type = check_architecture(config_path, config, allow_remote_code, notes)
     dtype = check_dtype(config_path, config)
-    tensors, digest, size = read_tensors(path, config)
+    check_heads(config_path, config)
+    tensors, files = read_tensors(path)
+    check_tokenizer(path)
     notes += sampling_notes(path, config)
     wanted = {"shapes": {}, "whole": [], "tied": {}, "layers": layer_count(config)}
     own = any(model.own_model and model.architecture == architecture for model in known_models().values())
@@ -86,8 +91,8 @@ def validate(path: Path, *, allow_remote_code: bool = False, cache: Path, progre
         dtype=dtype,
         layers=wanted["layers"],
         parameters=sum(size for name, size in counted.items() if name not in tied),
-        bytes=size,
-        digest=digest,
+        bytes=sum(file.stat().st_size for file in files),
+        digest=_digest(config, files, cache),
         tensors=tensors,
         notes=notes,
     )
@@ -112,22 +117,24 @@ def _product(shape: list[int]) -> int:
     return result
 
 
-def read_tensors(path: Path, config: dict[str, Any]) -> tuple[dict[str, Tensor], str, int]:
-    """(tensors by name, digest over configuration, headers and sizes, bytes of all files) of a folder."""
+def _digest(config: dict[str, Any], files: list[Path], cache: Path) -> str:
+    """Over the configuration and every byte of the weights."""
+    held = [[file.name, checkpoint_files.digest(file, cache)] for file in sorted(files)]
+    return hashlib.sha256(json.dumps([config, held], sort_keys=True).encode()).hexdigest()
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], list[Path]]:
+    """(tensors by name, the files that they are in) of a folder."""
     files = _weight_files(path)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     tensors: dict[str, Tensor] = {}
-    size = 0
     for file, names in files.items():
-        found, header = read_header(file)
+        found, _ = read_header(file)
         for name in names - found.keys():
             raise UsageFault(f"{file}: tensor {name} is missing: {INDEX} says that it is in this file")
         for name in sorted(found.keys() & tensors.keys()):
             raise UsageFault(f"{file}: tensor {name} is also in {tensors[name].file.name}")
         tensors |= found
-        size += file.stat().st_size
-        digest.update(f"{file.name} {file.stat().st_size} ".encode() + header)
-    return tensors, digest.hexdigest(), size
+    return tensors, list(files)
 
 
 def _weight_files(path: Path) -> dict[Path, set[str]]:
@@ -151,8 +158,9 @@ def _weight_files(path: Path) -> dict[Path, set[str]]:
         raise UsageFault(f"{index}: weight_map: names of tensors and files are needed")
     files: dict[Path, set[str]] = {}
     for tensor, name in weight_map.items():
-        if name != Path(name).name or not (path / name).is_file():
-            raise UsageFault(f"{path / name}: missing: {INDEX} wants tensor {tensor} from it")
+        if name != Path(name).name or len(os.fsencode(name)) > 255 or not (path / name).is_file():
+            where = path / checkpoint_files.shortened(name)
+            raise UsageFault(f"{where}: missing: {INDEX} wants tensor {tensor} from it")
         files.setdefault(path / name, set()).add(tensor)
     if single.exists() and single not in files:
         raise UsageFault(f"{path}: transformers would load {SINGLE}, vLLM the files of {INDEX}", "keep one of them")

@@ -35,7 +35,7 @@ class Pending:
 
     def __init__(self, child: Child, number: int, method: str, timeout: float):
         self.child, self.number, self.method, self.timeout = child, number, method, timeout
-        self.deadline = time.monotonic() + timeout
+        self.asked = time.monotonic()
 
     def wait(self, on_progress: Callable[[float, float | None], None] | None = None) -> Any:
         """The result. Raises ChildError when the child answered with an error, died, or was silent past the limit."""
@@ -55,8 +55,10 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
         self._log = log.open("ab")
+        self._log_start = self._log.tell()
+        self._heard = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -102,9 +104,12 @@ class Child:
                     message = json.loads(line)
                 except ValueError:
                     continue  # a library that wrote to our pipe before it was redirected
+                if not isinstance(message, dict) or message.get("id") not in range(1, self._numbers + 1):
+                    continue
+                self._heard = time.monotonic()
                 if "progress" in message:
                     self._latest[message["id"]] = message["progress"]
-                else:
+                elif "result" in message or "error" in message:
                     self._answers[message["id"]] = message
         except queue.Empty:
             return
@@ -114,7 +119,6 @@ class Child:
             self._drain(0.1)
             if pending.number in self._latest:
                 done = self._latest.pop(pending.number)
-                pending.deadline = time.monotonic() + pending.timeout
                 if on_progress:
                     on_progress(*done)
             if pending.number in self._answers:
@@ -123,7 +127,7 @@ class Child:
                 self._drain(0.5)
                 if pending.number not in self._answers:
                     raise self._died(pending.method)
-            if time.monotonic() > pending.deadline:
+            if time.monotonic() - max(self._heard, pending.asked) > pending.timeout:
                 self.stop()
                 raise ChildError(
                     f"{self.name}: silent for {pending.timeout:.0f} s in '{pending.method}', it was stopped",
@@ -147,7 +151,7 @@ class Child:
 
     def _log_tail(self) -> list[str]:
         try:
-            return self.log.read_text(errors="replace").splitlines()[-400:]
+            return self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()[-400:]
         except OSError:
             return []
 

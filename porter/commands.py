@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -76,14 +77,21 @@ def finish(loop: Any, run: RunDirectory, go: Callable[[], Report]) -> Report:
     try:
         report = go()
     except (Exception, KeyboardInterrupt) as error:
-        if not isinstance(error, PorterError | KeyboardInterrupt):
-            run.log(traceback.format_exc())
-        loop.sides.stop_all()
-        report = loop.conclusion.report(error)
-        if report.stopped:
-            run.log(f"{report.stopped.what} {report.stopped.hint}")
+        why = error
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:  # impatience must not cost the record of what was done
+            loop.sides.stop_all()
+            report = loop.conclusion.report(why)
             hint = f" ({report.stopped.hint})" if report.stopped.hint else ""
             sys.stderr.write(f"zm-port: {report.stopped.what}{hint}\n")
+            if not isinstance(why, PorterError | KeyboardInterrupt):
+                run.log("".join(traceback.format_exception(why)))
+            run.log(f"{report.stopped.what}{hint}")
+            reports.write(run, report)
+            return report
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
     reports.write(run, report)
     return report
 
@@ -159,6 +167,8 @@ def read_plan(path: Path) -> Plan:
     """A plan file. Raises UsageFault naming the file and the field."""
     try:
         return Plan.model_validate_json(path.read_text())
+    except UnicodeDecodeError as error:
+        raise UsageFault(f"{path}: not text", "give a plan-N.json of a run directory") from error
     except OSError as error:
         raise UsageFault(f"{path}: {error.strerror or error}", "give a plan-N.json of a run directory") from error
     except ValidationError as error:

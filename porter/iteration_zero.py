@@ -13,12 +13,14 @@ from typing import Any
 from porter import baseline
 from porter.check import Ladder, baseline_rungs
 from porter.checkpoint import Checkpoint
-from porter.child import Pending
+from porter.child import ChildError, Pending
+from porter.errors import Escalation
 from porter.profile import Profile, sites_of
 from porter.progress import Progress
 from porter.prompts import Prompts
 from porter.sides import Learner, Rollout, Sides
 
+CANNOT_RUN = ("ValueError", "NotImplementedError", "ValidationError")
 RECORDED = 40  # prompt tokens of the recorded rollout
 
 
@@ -53,6 +55,16 @@ def profile_of(checkpoint: Checkpoint, rollout_tree: dict[str, Any], learner_tre
     return Profile(name=checkpoint.slug, config=checkpoint.config, notes=tuple(checkpoint.notes), sites=sites, **facts)
 
 
+def _start_or_escalate(stock: Rollout) -> None:
+    """An engine that refuses the model is for a person to decide; one that crashes stays a fault."""
+    try:
+        stock.ready()
+    except ChildError as fault:
+        if fault.kind in CANNOT_RUN:
+            raise Escalation(f"vLLM cannot run this model: {fault.what}", fault.hint) from fault
+        raise
+
+
 def run(
     checkpoint: Checkpoint,
     sides: Sides,
@@ -75,7 +87,7 @@ def run(
     with progress.stage("start stock engine and learner"):
         stock, learner = sides.start_rollout("stock"), sides.start_learner("stock")
         learner.ready()
-        stock.ready()
+        _start_or_escalate(stock)
     with progress.stage("record and diagnose"):
         recorded = record(stock, prompts(1), trace)
         pending, treed = diagnose(learner, recorded, trace, target), learner.child.request("tree")

@@ -68,7 +68,7 @@ class Loop:
         self.sides = Sides(self.checkpoint.path, self.checkpoint.dtype, self.threads, logs, self.settings.remote_code)
         self.conclusion = Conclusion(self.checkpoint, self.target, self.threads, self.progress)
         sources = render.sources()
-        asked = (self.settings.seed, self.settings.threads, self.target.name)
+        asked = (self.settings.seed, self.settings.threads, self.target.name, self.settings.target_ratio)
         self.key = digest_of(self.checkpoint.revision, self.checkpoint.dtype, versions(), asked, sources)
 
     def go(self) -> Report:

@@ -18,4 +18,4 @@ def layer_of(name: str) -> int | None:
 
 def package_of(slug: str) -> str:
     """Import name of a model's port: `my-model-1b` -> `zm_port_my_model_1b`."""
-    return "zm_port_" + re.sub(r"\W+", "_", slug).strip("_").lower()
+    return "zm_port_" + re.sub(r"\W+", "_", slug, flags=re.ASCII).strip("_").lower()

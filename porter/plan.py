@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from porter.profile import Profile
 
@@ -13,6 +13,15 @@ DIMENSION_NOISE = {
     "transformers_version", "torch_dtype", "dtype", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
     "initializer_range", "attention_dropout", "model_type", "_name_or_path", "name_or_path",
 }  # fmt: skip
+
+
+SIDES_OF_SEAM = {
+    ("custom_op", ""): ("rollout",),
+    ("linear_method", ""): ("both",),
+    ("attention_impl", ""): ("both",),
+    ("attention_impl", "adopt"): ("learner",),
+}
+"""Where a seam installs; the second key is a choice that differs from the others."""
 
 
 class _Frozen(BaseModel):
@@ -47,15 +56,34 @@ class Binding(_Frozen):
     needed: str = ""
     tried: tuple[str, ...] = ()
 
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if self.choice == "author":
+            return self
+        if self.choice == "keep":
+            if (self.side, self.seam, self.kernel) != ("none", "", ""):
+                raise ValueError(f"{self.site}: keep installs nothing, yet it has a side, a seam or a kernel")
+            return self
+        sides = SIDES_OF_SEAM.get((self.seam, self.choice)) or SIDES_OF_SEAM.get((self.seam, ""), ())
+        if self.side not in sides:
+            raise ValueError(
+                f"{self.site}: {self.choice} through {self.seam or 'no seam'} on side {self.side}: accepted {sides}"
+            )
+        if not self.rollout_modules or (self.side != "rollout" and not self.learner_modules):
+            raise ValueError(f"{self.site}: no module is named on a side where it is installed")
+        if self.choice == "pin" and not self.settings:
+            raise ValueError(f"{self.site}: a pin without a setting")
+        return self
+
 
 class Plan(_Frozen):
     """All bindings of one model on one target. `index` counts the iterations of the loop."""
 
-    schema_version: int = 1
+    schema_version: Literal[1] = 1
     index: int
     slug: str
     hw: str
-    dtype: str
+    dtype: Literal["bfloat16", "float16", "float32"]
     model: PlanModel
     bindings: tuple[Binding, ...]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from porter import baseline, bench
+from porter import __version__, baseline, bench, render
 from porter.check import Ladder, Rung
 from porter.checkpoint import resolve
 from porter.commands import checkpoint_of, finish
@@ -30,7 +30,8 @@ def read_port(folder: Path) -> tuple[Plan, str]:
         raise UsageFault(f"{folder}: not a port (no manifest.json)", "give the port folder of a run, runs/.../port")
     try:
         record = json.loads(manifest.read_text())
-        made, package, files = Plan.model_validate(record["plan"]), record["package"], record["files"]
+        made, package, files = Plan.model_validate(record["plan"]), record["package"], dict(record["files"])
+        version = record["zm_port"]
     except (ValueError, KeyError, TypeError, ValidationError) as error:
         why = " ".join(str(error).split())[:120]
         raise UsageFault(f"{manifest}: not a manifest ({why})", "render the plan again") from error
@@ -39,6 +40,15 @@ def read_port(folder: Path) -> tuple[Plan, str]:
         if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             hint = "change the plan, a template or a kernel, then render"
             raise UsageFault(f"{path}: {'edited by hand' if path.exists() else 'missing'}", hint)
+    unknown = sorted(render.files_in(folder) - set(files) - {str(manifest.relative_to(folder))})
+    if unknown or not files:
+        raise UsageFault(
+            f"{folder}: {(unknown or ['no file'])[0]} is not named by its manifest", "take it out, or render anew"
+        )
+    if version == __version__:
+        wrong = render.drift(made, folder)
+        if wrong:
+            raise UsageFault(f"{folder}: {wrong[0]} from what its plan renders", "zm-port render PLAN writes it anew")
     return made, package
 
 
@@ -61,7 +71,9 @@ def _loop(
     settings = Settings(made.hw, threads=threads, seed=seed)
     loop = Loop(found.model_copy(update={"slug": made.slug}), settings, run, progress)
     loop.conclusion.plan = made
-    shutil.copytree(folder, run.port, dirs_exist_ok=True)
+    for name in render.files_in(folder):  # and nothing that tools left: compiled code would run instead of the source
+        (run.port / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, run.port / name)
     return loop, run
 
 

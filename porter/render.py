@@ -6,10 +6,12 @@ No time stamp, sorted, LF; the same plan gives the same bytes. A hand edit is fo
 from __future__ import annotations
 
 import ast
+import errno
 import hashlib
 import json
+import math
 import re
-import shutil
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from porter import __version__
-from porter.errors import UsageFault
+from porter.errors import EngineFault, UsageFault
 from porter.names import package_of
 from porter.plan import Plan
 
@@ -35,6 +37,8 @@ def literal(value: Any) -> str:
         return "(" + ", ".join(map(literal, value)) + ("," if len(value) == 1 else "") + ")"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in sorted(value.items())) + "}"
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageFault(f"plan: {value} is no value of a configuration", "a finite number is needed")
     return repr(value)
 
 
@@ -63,9 +67,16 @@ def _digest(text: str | bytes) -> str:
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
 
+def kernel_names() -> list[str]:
+    """Kernels that a plan may name."""
+    return sorted(p.stem for p in KERNELS.glob("*.py"))
+
+
 def _imports(name: str) -> set[str]:
     """Kernel modules that one kernel module imports, itself included."""
     found = {name}
+    if not re.fullmatch(r"[a-z_]+", name) or not (KERNELS / f"{name}.py").is_file():
+        raise UsageFault(f"plan: kernel: {name!r} is not one of kernels/", f"accepted: {', '.join(kernel_names())}")
     for other in re.findall(r"^from \.(\w+) import", (KERNELS / f"{name}.py").read_text(), re.M):
         found |= _imports(other)
     return found
@@ -100,6 +111,8 @@ def files_of(plan: Plan) -> dict[str, str]:
     installed = plan.installed()
     if any(b.choice == "author" for b in plan.bindings):
         raise UsageFault("plan: a binding has choice author", "write the kernel, then plan again")
+    if package_of(plan.slug) == "zm_port_":
+        raise UsageFault(f"plan: slug: {plan.slug!r} has no letter or digit of ASCII", "give the model another name")
     package, kernels = package_of(plan.slug), {b.kernel for b in installed if b.kernel}
     plan_digest = _digest(plan.model_dump_json())[:16]
     attention = [b for b in installed if b.seam == "attention_impl"]
@@ -159,13 +172,20 @@ def _left_by_tools(path: Path) -> bool:
     return any(part in left or part.endswith(".egg-info") for part in path.parts)
 
 
+def files_in(folder: Path) -> set[str]:
+    """Paths of the files in a port's folder, without what tools leave there."""
+    found = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+    return {str(p) for p in found if not _left_by_tools(p)}
+
+
 def drift(plan: Plan, folder: Path) -> list[str]:
     """Files of the port in `folder` that differ from what the plan renders: edited, missing, or not of the port."""
-    wanted = files_of(plan)
-    there = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and not _left_by_tools(p)}
+    wanted, there = files_of(plan), files_in(folder)
     wrong = [f"{n}: missing" for n in sorted(set(wanted) - there)]
     wrong += [f"{n}: not part of the port" for n in sorted(there - set(wanted))]
-    return wrong + [f"{n}: differs" for n in sorted(there & set(wanted)) if (folder / n).read_text() != wanted[n]]
+    return wrong + [
+        f"{n}: differs" for n in sorted(there & set(wanted)) if (folder / n).read_bytes() != wanted[n].encode()
+    ]
 
 
 def sources() -> list[str]:
@@ -182,25 +202,45 @@ def kernel_digest(kernel: str) -> str:
 
 
 def write(plan: Plan, folder: Path, force: bool = False) -> Path:
-    """Writes the port. A folder with hand edits is refused unless forced (UsageFault naming the file)."""
-    files = files_of(plan)
-    manifest = next(iter(folder.glob("*/manifest.json")), None) if folder.exists() else None
-    if manifest and not force:
-        for name, digest in json.loads(manifest.read_text())["files"].items():
-            if (folder / name).exists() and _digest((folder / name).read_bytes()) != digest:
-                raise UsageFault(
-                    f"{folder / name}: edited by hand",
-                    "change the plan, a template or a kernel instead, or pass --force",
-                )
-    elif folder.exists() and any(folder.iterdir()) and not manifest:
-        raise UsageFault(f"{folder}: not a port and not empty", "name another folder")
-    if manifest and not drift(plan, folder):
-        return folder  # an engine may be importing from it
-    fresh = folder.with_name(folder.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
-    for name, text in files.items():
-        (fresh / name).parent.mkdir(parents=True, exist_ok=True)
-        (fresh / name).write_text(text, newline="\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    fresh.rename(folder)
+    """Writes the port. A folder with hand edits or files of its own is refused unless forced (UsageFault naming one)."""
+    files, folder = files_of(plan), folder.resolve()
+    if folder.exists() and not folder.is_dir():
+        raise UsageFault(f"{folder}: a file, not a folder", "name another folder")
+    if folder.is_dir() and any(folder.iterdir()):
+        _refuse_to_overwrite(folder, force)
+        if not drift(plan, folder):
+            return folder  # an engine may be importing from it
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".zm-port-", dir=folder.parent) as scratch:
+            fresh = Path(scratch) / "port"
+            for name, text in files.items():
+                (fresh / name).parent.mkdir(parents=True, exist_ok=True)
+                (fresh / name).write_text(text, newline="\n")
+            if folder.exists():
+                folder.rename(Path(scratch) / "before")
+            fresh.rename(folder)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise EngineFault(f"{folder}: the disk is full", "free some space") from error
+        raise UsageFault(f"{folder}: {error.strerror}", "name a folder that can be written") from error
     return folder
+
+
+def _refuse_to_overwrite(folder: Path, force: bool) -> None:
+    """UsageFault unless the folder holds a port as it was rendered, or `force` and a port at all."""
+    manifest = next(iter(sorted(folder.glob("*/manifest.json"))), None)
+    if manifest is None:
+        raise UsageFault(f"{folder}: not a port and not empty", "name another folder")
+    if force:
+        return
+    hint = "change the plan, a template or a kernel instead, or pass --force"
+    try:
+        named = dict(json.loads(manifest.read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageFault(f"{manifest}: not a manifest", "pass --force to write the port anew") from error
+    for name in sorted(files_in(folder) - {str(manifest.relative_to(folder))}):
+        if name not in named:
+            raise UsageFault(f"{folder / name}: not part of the port", "take it out, or pass --force")
+        if _digest((folder / name).read_bytes()) != named[name]:
+            raise UsageFault(f"{folder / name}: edited by hand", hint)

@@ -144,6 +144,8 @@ def _unproved_reason(checks: Sequence[Check], mismatch: Mismatch | None, binding
         return f"a required check compared no token: {_names(empty)}"
     if mismatch is None or mismatch.tokens <= 0:
         return "no token of the rollout was compared with the learner"
+    if mismatch.tokens > sum(check.tokens for check in required):
+        return "the mismatch sums up more tokens than its rungs compared"
     idle = _idle(bindings)
     return f"a binding was installed and never called: {idle}" if idle else ""
 

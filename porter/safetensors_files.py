@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from porter.checkpoint_files import require_file
 from porter.errors import UsageFault
 
 ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2}
@@ -55,6 +56,7 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], bytes]:
         UsageFault: the file is truncated or no safetensors file; names the file and the tensor.
     """
     try:
+        require_file(path)
         with open(path, "rb") as file:
             total = os.fstat(file.fileno()).st_size
             prefix = file.read(8)

@@ -173,6 +173,11 @@ class WorkerProbe:
                 result[event["name"]] = unequal
         return result
 
+    def zm_ports(self) -> dict[str, Any]:
+        """What the ports in this worker did; empty when no port was loaded at all, which vLLM would only log."""
+        state = getattr(self, "zm_port_state", None)
+        return state() if state is not None else {}
+
     def zm_environment(self) -> dict[str, Any]:
         """What the worker actually runs with: read back here, not assumed outside."""
         import os

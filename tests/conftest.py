@@ -27,7 +27,7 @@ class Done:
         return json.loads(self.out)
 
 
-def zm_port(*arguments: str | Path, timeout: int = 1500, **environment: str) -> Done:
+def zm_port(*arguments: str | Path, timeout: int = 2300, **environment: str) -> Done:
     """Runs zm-port as a user does, in a process of its own."""
     done = subprocess.run(
         [*COMMAND, *map(str, arguments)],

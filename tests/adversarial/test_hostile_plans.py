@@ -112,7 +112,9 @@ def test_a_docstring_cannot_be_left(plan_of, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", [known("{up}{folder}/secret", why="render.py _imports(): a kernel is any path"), "{up}/etc/passwd"])
+@pytest.mark.parametrize(
+    "name", [known("{up}{folder}/secret", why="render.py _imports(): a kernel is any path"), "{up}/etc/passwd"]
+)
 def test_a_kernel_name_cannot_reach_another_folder(name, plan_of, tmp_path):
     """A kernel is one of the files in kernels/: nothing else is read, and nothing is written beside the port."""
     (tmp_path / "secret.py").write_text("SECRET = 1\n")
@@ -124,7 +126,9 @@ def test_a_kernel_name_cannot_reach_another_folder(name, plan_of, tmp_path):
     assert files is None or not any("SECRET" in text for text in files.values())
 
 
-@pytest.mark.xfail(strict=True, raises=FileNotFoundError, reason="render.py _imports(): a kernel that does not exist is exit 6, not 2")
+@pytest.mark.xfail(
+    strict=True, raises=FileNotFoundError, reason="render.py _imports(): a kernel that does not exist is exit 6, not 2"
+)
 def test_a_kernel_that_does_not_exist_is_exit_2(plan_of):
     assert files_of(poisoned(plan_of("victim"), "kernel", "no_such_kernel")) is None
 
@@ -134,7 +138,15 @@ NAN = "render.py literal(): repr of a float that is no literal"
 
 @pytest.mark.parametrize(
     "value",
-    [1e308, -0.0, 10**30, True, known(float("nan"), why=NAN), known(float("inf"), why=NAN), known(-float("inf"), why=NAN)],
+    [
+        1e308,
+        -0.0,
+        10**30,
+        True,
+        known(float("nan"), why=NAN),
+        known(float("inf"), why=NAN),
+        known(-float("inf"), why=NAN),
+    ],
 )
 def test_every_dimension_reads_back_as_it_was(value, plan_of):
     files = files_of(poisoned(plan_of("victim"), "dimension_value", value))
@@ -166,7 +178,9 @@ def test_a_plan_that_is_none_is_exit_2(text, tmp_path):
         commands.read_plan(tmp_path / "plan-1.json")
 
 
-@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="commands.py read_plan(): UnicodeDecodeError is exit 6")
+@pytest.mark.xfail(
+    strict=True, raises=UnicodeDecodeError, reason="commands.py read_plan(): UnicodeDecodeError is exit 6"
+)
 def test_a_plan_of_bytes_that_are_no_text_is_exit_2(tmp_path):
     (tmp_path / "plan-1.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageFault):
@@ -178,7 +192,9 @@ def test_a_plan_of_another_schema_is_refused(plan_of):
     assert files_of(poisoned(plan_of("victim"), "schema_version", 99)) is None
 
 
-@pytest.mark.xfail(strict=True, reason="plan.py Binding: choice, side, seam and modules are not held against each other")
+@pytest.mark.xfail(
+    strict=True, reason="plan.py Binding: choice, side, seam and modules are not held against each other"
+)
 @pytest.mark.parametrize(
     "change",
     [

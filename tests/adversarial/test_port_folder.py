@@ -31,7 +31,9 @@ def signed(port: Path) -> None:
     """Writes the manifest's digests anew, as someone who edits on purpose does."""
     path = next(port.glob("*/manifest.json"))
     record = json.loads(path.read_text())
-    record["files"] = {n: hashlib.sha256((port / n).read_bytes()).hexdigest() for n in record["files"] if (port / n).exists()}
+    record["files"] = {
+        n: hashlib.sha256((port / n).read_bytes()).hexdigest() for n in record["files"] if (port / n).exists()
+    }
     path.write_text(json.dumps(record))
 
 
@@ -43,7 +45,9 @@ def in_use(port: Path, checkpoint: Path, tmp_path: Path) -> Path:
     return run.port
 
 
-@pytest.mark.parametrize("name", ["kernels/linear.py", "kernels/linear.cpp", "kernels/simd.h", "plugin.py", "bindings.py"])
+@pytest.mark.parametrize(
+    "name", ["kernels/linear.py", "kernels/linear.cpp", "kernels/simd.h", "plugin.py", "bindings.py"]
+)
 def test_an_edited_or_missing_file_is_refused_in_one_line(port, name):
     path = port / PACKAGE / name
     text = path.read_text()
@@ -55,9 +59,18 @@ def test_an_edited_or_missing_file_is_refused_in_one_line(port, name):
         port_commands.read_port(port)
 
 
-@pytest.mark.xfail(strict=True, reason="port_commands.py read_port(): files that the manifest does not name are accepted, and copied")
+@pytest.mark.xfail(
+    strict=True, reason="port_commands.py read_port(): files that the manifest does not name are accepted, and copied"
+)
 @pytest.mark.parametrize(
-    "name", ["sitecustomize.py", "torch/__init__.py", "porter/__init__.py", f"{PACKAGE}/kernels/linear/__init__.py", "zm_port_x/plugin.py"]
+    "name",
+    [
+        "sitecustomize.py",
+        "torch/__init__.py",
+        "porter/__init__.py",
+        f"{PACKAGE}/kernels/linear/__init__.py",
+        "zm_port_x/plugin.py",
+    ],
 )
 def test_a_file_that_the_manifest_does_not_name_is_refused_or_left_behind(port, name, tiny_checkpoint, tmp_path):
     """The folder goes on PYTHONPATH before everything else: one more module in it decides what runs."""
@@ -69,7 +82,10 @@ def test_a_file_that_the_manifest_does_not_name_is_refused_or_left_behind(port, 
         assert name.split("/")[0] in refused.what
 
 
-@pytest.mark.xfail(strict=True, reason="port_commands.py _loop(): __pycache__ is copied; compiled code is run instead of the source that was checked")
+@pytest.mark.xfail(
+    strict=True,
+    reason="port_commands.py _loop(): __pycache__ is copied; compiled code is run instead of the source that was checked",
+)
 def test_compiled_code_does_not_stand_in_for_the_source(port, tiny_checkpoint, tmp_path):
     source = port / PACKAGE / "kernels" / "log_probability.py"
     other = tmp_path / "other.py"
@@ -122,7 +138,9 @@ def test_rendering_over_a_broken_manifest_is_one_line(port, plan_of):
         render.write(plan_of("victim"), port)
 
 
-@pytest.mark.xfail(strict=True, reason="port_commands.py read_port(): a manifest without files vouches for nothing, and is accepted")
+@pytest.mark.xfail(
+    strict=True, reason="port_commands.py read_port(): a manifest without files vouches for nothing, and is accepted"
+)
 def test_a_manifest_that_names_no_file_is_refused(port):
     path = next(port.glob("*/manifest.json"))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"files": {}}))
@@ -130,7 +148,9 @@ def test_a_manifest_that_names_no_file_is_refused(port):
         port_commands.read_port(port)
 
 
-@pytest.mark.xfail(strict=True, reason="port_commands.py read_port(): what is checked is not held against what its plan renders")
+@pytest.mark.xfail(
+    strict=True, reason="port_commands.py read_port(): what is checked is not held against what its plan renders"
+)
 def test_an_edit_that_was_signed_is_told(port, tiny_checkpoint, tmp_path, monkeypatch):
     """An edited kernel with an edited manifest: it may be measured, but never without a word and with exit 0."""
     kernel = port / PACKAGE / "kernels" / "log_probability.py"
@@ -150,7 +170,9 @@ def test_an_edit_that_was_signed_is_told(port, tiny_checkpoint, tmp_path, monkey
 # -- what a render may delete --
 
 
-@pytest.mark.xfail(strict=True, reason="render.py write(): the folder NAME.new beside the port is deleted, whoever it belongs to")
+@pytest.mark.xfail(
+    strict=True, reason="render.py write(): the folder NAME.new beside the port is deleted, whoever it belongs to"
+)
 def test_a_neighbour_called_new_is_left_alone(plan_of, tmp_path):
     neighbour = tmp_path / "port.new"
     neighbour.mkdir()
@@ -192,7 +214,9 @@ def test_an_out_that_cannot_be_a_folder_is_one_line_and_a_link_is_followed(kind,
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="render.py drift(): a file of bytes that are no text is exit 6")
+@pytest.mark.xfail(
+    strict=True, raises=UnicodeDecodeError, reason="render.py drift(): a file of bytes that are no text is exit 6"
+)
 def test_drift_of_bytes_is_drift(port, plan_of):
     (port / PACKAGE / "plugin.py").write_bytes(b"\xff\xfe\x00")
     assert f"{PACKAGE}/plugin.py: differs" in render.drift(plan_of("victim"), port)

@@ -60,6 +60,11 @@ def test_json_that_is_no_object(content: bytes, folder: Any, cache: Path) -> Non
         ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config",)),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, ("auto_map", "remote code", "permission")),
         ({"trust_remote_code": True}, ("trust_remote_code", "remote code", "permission")),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads", "3 does not divide num_attention_heads: ")),
+        ({"num_key_value_heads": 0}, ("num_key_value_heads", "0 does not divide")),
+        ({"text_config": {"num_attention_heads": 6, "num_key_value_heads": 4}}, ("text_config.num_key_value_heads",)),
+        ({"rms_norm_eps": float("nan")}, ("rms_norm_eps", "finite", "nan")),
+        ({"rope_parameters": {"factors": [1.0, float("inf")]}}, ("rope_parameters.factors[1]", "inf")),
     ],
 )
 def test_configuration_that_cannot_be_used(
@@ -67,6 +72,18 @@ def test_configuration_that_cannot_be_used(
 ) -> None:
     folder.change_config(**fields)
     folder.refused("config.json", *words)
+
+
+def test_a_number_too_large_for_a_float(folder: Any, cache: Path) -> None:
+    path = folder.path / "config.json"
+    path.write_text(path.read_text().replace("{", '{"rope_theta": 1e999, ', 1))
+    folder.refused("config.json", "rope_theta", "finite")
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_that_cannot_be_loaded(content: str, folder: Any, cache: Path) -> None:
+    (folder.path / "tokenizer.json").write_text(content)
+    folder.refused("tokenizer.json", "no tokenizer")
 
 
 def test_what_transformers_refuses(folder: Any, cache: Path) -> None:

@@ -106,7 +106,9 @@ def test_tensor_that_the_index_promises(folder: Any, cache: Path) -> None:
     folder.refused(other, DOWN, "missing")
 
 
-@pytest.mark.parametrize("weight_map", [None, [], {"a": 1}, {"a": "../elsewhere.safetensors"}])
+@pytest.mark.parametrize(
+    "weight_map", [None, [], {"a": 1}, {"a": "../elsewhere.safetensors"}, {"a": "y" * 300 + ".safetensors"}]
+)
 def test_index_that_is_none(weight_map: Any, folder: Any, cache: Path) -> None:
     (folder.path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     folder.refused("safetensors")
