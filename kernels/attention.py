@@ -54,7 +54,9 @@ def _store(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.T
 
 def _paged(q, cache, y, starts, lengths, table, scale, window, softcap, slopes, sinks) -> None:
     q, width = _rows(q), cache.element_size()
-    _, kv_heads, block, _ = cache.shape
+    _, kv_heads, block, doubled = cache.shape
+    if q.dtype != cache.dtype or doubled != 2 * q.shape[2]:
+        raise ValueError(f"attention: a cache of {cache.dtype} and {doubled} for queries of {q.dtype} and {q.shape[2]}")
     failed = _kernel().attention(
         q.data_ptr(), q.stride(0), cache.data_ptr(), y.data_ptr(), y.stride(0), starts.data_ptr(), lengths.data_ptr(),
         table.data_ptr(), table.stride(0), lengths.shape[0], q.shape[1], kv_heads, q.shape[2], block,
@@ -68,7 +70,14 @@ def _paged(q, cache, y, starts, lengths, table, scale, window, softcap, slopes, 
 
 
 def _packed(q, k, v, query_starts, key_starts, scale, window, softcap, slopes, sinks) -> torch.Tensor:
-    lengths = (key_starts[1:] - key_starts[:-1]).to(torch.int32)
+    if k.shape != v.shape or not q.dtype == k.dtype == v.dtype or q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    lengths, queries = key_starts.diff().to(torch.int32), query_starts.diff()
+    ends = (int(query_starts[0]), int(key_starts[0]), int(query_starts[-1]), int(key_starts[-1]))
+    if ends != (0, 0, len(q), len(k)) or bool((queries < 0).any()) or bool((queries > lengths).any()):
+        raise ValueError(f"attention: starts {ends} for {len(q)} queries and {len(k)} keys")
     pages = (lengths + PAGE - 1) // PAGE
     first = torch.cumsum(pages, 0) - pages
     table = (first[:, None] + torch.arange(max(int(pages.max()), 1))).to(torch.int32)

@@ -68,10 +68,12 @@ static void scale(const void* x, const float* mean_square, const void* weight, v
 
 extern "C" {
 
-// Returns 1 when a head is larger than the kernel takes.
-int rotary(const void* x, int64_t x_stride, void* y, const int64_t* positions, const void* table, int64_t tokens, int64_t heads,
+// Returns 1 when a head is larger than the kernel takes, 2 when a position is outside the table's `rows`.
+int rotary(const void* x, int64_t x_stride, void* y, const int64_t* positions, const void* table, int64_t rows, int64_t tokens, int64_t heads,
             int64_t size, int64_t half, int neox, int each_product, int dtype, int threads) {
   if (half > MAX_HALF) return 1;
+  for (int64_t t = 0; t < tokens; t++)
+    if (positions[t] < 0 || positions[t] >= rows) return 2;
   auto halves = dtype == BF16 ? rotate<BF16, true> : dtype == FP16 ? rotate<FP16, true> : rotate<FP32, true>;
   auto pairs = dtype == BF16 ? rotate<BF16, false> : dtype == FP16 ? rotate<FP16, false> : rotate<FP32, false>;
   (neox ? halves : pairs)(x, x_stride, y, positions, table, tokens, heads, size, half, each_product, threads);

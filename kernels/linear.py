@@ -57,6 +57,12 @@ def _linear(
     x: torch.Tensor, w: torch.Tensor | None, packed: torch.Tensor | None, b: torch.Tensor | None, n: int
 ) -> torch.Tensor:
     k = x.shape[-1]
+    if packed is None and (tuple(w.shape) != (n, k) or w.dtype != x.dtype):
+        raise ValueError(f"linear: w {tuple(w.shape)} {w.dtype} for x [..., {k}] {x.dtype} and {n} outputs")
+    if packed is not None and packed.numel() != _kernel().linear_packed_words(n, k, DTYPES[x.dtype]):
+        raise ValueError(f"linear: this packed weight is not one of [{n}, {k}] in {x.dtype}")
+    if b is not None and (tuple(b.shape) != (n,) or b.dtype != x.dtype):
+        raise ValueError(f"linear: bias {tuple(b.shape)} {b.dtype} for {n} outputs in {x.dtype}")
     rows = x.reshape(-1, k)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()

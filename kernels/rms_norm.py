@@ -56,6 +56,8 @@ def _scaled(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: 
 
 
 def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, rounding: str):
+    if rounding not in ROUNDINGS or (weight is not None and weight.numel() != x.shape[-1]):
+        raise ValueError(f"rms_norm: weight of {0 if weight is None else weight.numel()} for {x.shape[-1]}, {rounding}")
     total = x + residual if residual is not None else x.clone()
     return _scaled(total, weight, eps, rounding), total
 

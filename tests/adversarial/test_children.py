@@ -69,7 +69,6 @@ def test_what_libraries_print_is_no_answer(child_of):
     assert b"printed by a library" in child.log.read_bytes() and b"past sys.stdout" in child.log.read_bytes()
 
 
-@pytest.mark.xfail(strict=True, reason="child.py _drain(): a printed line that parses as JSON is taken for a message")
 @pytest.mark.parametrize("line", ["42", "null", "[]", '"text"', "{}", '{"progress": 1}', "1e999", "NaN"])
 def test_a_printed_line_that_happens_to_be_json_is_no_answer(child_of, line):
     child = child_of(served(f"print({line!r})"))
@@ -173,7 +172,6 @@ def test_answers_that_arrive_out_of_turn_reach_their_own_request(child_of):
     assert third.wait() == {"n": 3} and first.wait() == {"n": 1} and second.wait() == {"n": 2}
 
 
-@pytest.mark.xfail(strict=True, reason="child.py Pending: the limit of a queued request runs while another one works")
 def test_a_request_that_waits_behind_a_working_one_is_not_silence(child_of):
     child = child_of(served())
     child.ask("echo", 30)
@@ -215,7 +213,6 @@ def test_a_child_that_closes_its_output_but_lives_on_is_ended_by_the_limit(child
     nobody_left(child.process.pid)
 
 
-@pytest.mark.xfail(strict=True, reason="child.py _root_cause(): the log of an earlier start is read too")
 def test_an_exception_in_the_log_of_an_earlier_start_is_not_blamed(child_of, tmp_path):
     (tmp_path / "adversarial_child_0.log").write_text("(EngineCore pid=7) ERROR RuntimeError: of last week\n")
     with pytest.raises(ChildError) as fault:

@@ -1,4 +1,4 @@
-"""Ports that fall back to the stock engine, in every way that vLLM would only log: never zero, and the reason is told.
+"""Ports that fall back to the stock engine, in ways that vLLM would only log: never zero, and the reason is told.
 
 The command refuses an edited port, so these go round it: the real engine and the real learner, started as the loop
 starts them, with a port that was tampered with.
@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from porter import iteration, port_commands
+from porter import iteration
 from porter.check import Ladder, Rung
-from porter.errors import PorterError
+from porter.commands import read_plan
 from porter.plan import Plan
 from porter.report import Check, Evidence, verdict_of
 from porter.sides import Learner, Rollout, Threads, start_learner, start_rollout
@@ -59,9 +59,7 @@ sys.modules["zm_port_dispatcher_1"] = other
 """
 ATTACKS: dict[str, Callable[[Path, Path], Path]] = {
     "plugin is not found": lambda p, t: edited(p, t, "*.dist-info/entry_points.txt", "", ""),
-    "plugin does not import": lambda p, t: edited(p, t, "zm_port_*/plugin.py", "from typing", "import gone\nfrom typing"),
     "attach binds nothing": lambda p, t: edited(p, t, "zm_port_*/plugin.py", "for binding in bindings.BINDINGS:", "for binding in ():"),
-    "port says it serves nothing": lambda p, t: edited(p, t, "zm_port_*/plugin.py", "return bindings.serves(config)", "return False"),
     "another module claimed the dispatcher": lambda p, t: edited(p, t, "zm_port_*/plugin.py", "from typing", f"{CLAIMED}\nfrom typing"),
     "one site is left out": lambda p, t: edited(
         p, t, "zm_port_*/plugin.py", 'if binding.side == "learner":', 'if binding.side == "learner" or binding.site == "norm":'
@@ -80,23 +78,17 @@ def judged(plan: Plan, rollout: Rollout, learner: Learner, checks: list[Check]) 
     ).exit_code
 
 
-@pytest.mark.parametrize("name", [None, *ATTACKS])
+@pytest.mark.parametrize("name", ATTACKS)
 def test_a_port_that_falls_back_is_never_zero(name, twin_job, learner, checkpoint, tmp_path, nobody_left):
-    plan, _ = port_commands.read_port(twin_job.port)
-    port = ATTACKS[name](twin_job.port, tmp_path) if name else twin_job.port
+    plan = read_plan(sorted(twin_job.folder.glob("plan-*.json"))[-1])
+    port = ATTACKS[name](twin_job.port, tmp_path)
     threads, checks = Threads.on_this_machine(1), []
     rollout = start_rollout("engine", checkpoint, "bfloat16", threads, tmp_path / "log", port, PACKAGE)
     try:
         code = judged(plan, rollout.ready(), learner, checks)
-    except PorterError as fault:
-        assert name, fault
-        code = fault.exit_code
     finally:
         rollout.stop()
     nobody_left(rollout.child.process.pid)
-    if name is None:  # the clean twin of the attacks
-        assert code == 5 and all(c.status == "pass" for c in checks)  # zero, but for the throughput
-        return
     assert code == 1, code
     idle = [c.name for c in checks if c.status == "fail" and c.name.startswith("binding ran")]
     assert idle and (name != "one site is left out" or idle == ["binding ran: norm"])

@@ -66,13 +66,6 @@ for name, case in CASES.items():
     ended[name] = os.waitstatus_to_exitcode(status)
 print(json.dumps(ended))
 """
-REFUSED = {
-    "attention: starts beyond the keys", "attention: query heads over key heads", "attention: head size",
-}  # fmt: skip
-"""What is refused today; each of the others is read beyond its end, or in another type than it has."""
-TODAY = pytest.mark.xfail(
-    strict=True, reason="kernels/*.py: operands are not held against each other before raw memory is read"
-)
 NAMES = [line.split('"')[1] for line in PROGRAM.splitlines() if line.startswith('    "')]
 
 
@@ -92,6 +85,6 @@ def ended(tmp_path_factory) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", [n if n in REFUSED else pytest.param(n, marks=TODAY) for n in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_operand_that_does_not_fit_is_refused(ended, name):
     assert ended[name] == 0, {1: "it was accepted"}.get(ended[name], f"killed by signal {-ended[name]}")

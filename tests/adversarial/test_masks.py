@@ -103,9 +103,6 @@ def test_a_window_that_the_mask_does_not_have_is_refused_and_the_other_way_round
     assert read(windowed.clone(), 1, 9, 9, 4) == [(0, 0, 9, 0)]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="learner_attention_impl _sequences: what was read is kept without the window it was read for"
-)
 def test_a_mask_that_was_read_before_is_not_believed_for_another_window(read):
     mask = dense(1, 9, 9, [(0, 0, 9, 0)])
     assert read(mask, 1, 9, 9, 0) == [(0, 0, 9, 0)]
@@ -113,9 +110,6 @@ def test_a_mask_that_was_read_before_is_not_believed_for_another_window(read):
         read(mask, 1, 9, 9, 4)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="learner_attention_impl _sequences: a float mask is read with its meaning turned round"
-)
 def test_an_additive_mask_is_refused_or_read_as_it_is(read):
     seen = dense(1, 9, 9, [(0, 0, 9, 0)])
     additive = torch.zeros(1, 1, 9, 9).masked_fill(~seen, torch.finfo(torch.float32).min)

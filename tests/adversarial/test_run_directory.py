@@ -37,10 +37,6 @@ def test_what_another_seed_found_is_not_reused(tiny_checkpoint, tmp_path):
     assert len(keys) == 3 and loop_of(tmp_path / "again", tiny_checkpoint).key in keys
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="loop.py Loop.key: the weights' values are not in it (checkpoint.revision covers headers and sizes)",
-)
 def test_what_other_weights_gave_is_not_reused(tiny_checkpoint, tmp_path):
     """A trainer saves the next step into the same folder; `--resume` must not report the last step's zero for it."""
     before = loop_of(tmp_path / "a", tiny_checkpoint).key
@@ -50,9 +46,6 @@ def test_what_other_weights_gave_is_not_reused(tiny_checkpoint, tmp_path):
     assert loop_of(tmp_path / "b", other).key != before
 
 
-@pytest.mark.xfail(
-    strict=True, reason="loop.py Loop.key: --target-ratio decides what the ladder binds, and is not in it"
-)
 def test_a_plan_for_another_target_ratio_is_not_reused(tiny_checkpoint, tmp_path):
     keys = {loop_of(tmp_path / str(r), tiny_checkpoint, target_ratio=r).key for r in (0.5, 0.99)}
     assert len(keys) == 2
@@ -96,10 +89,6 @@ def test_an_edited_mismatch_beside_a_red_check_is_no_zero(tiny_checkpoint, tmp_p
     assert loop.conclusion.report().verdict == "mismatch"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="loop.py check(): tokens of the mismatch are not held against the rungs that it is said to sum up",
-)
 def test_a_mismatch_of_other_tokens_than_the_rungs_is_no_zero(tiny_checkpoint, tmp_path):
     """A sum over 4,004 tokens beside rungs that compared 9: one of the two was not measured."""
     from porter.bits import Mismatch
@@ -148,9 +137,6 @@ def test_a_full_disk_is_one_line_and_what_was_there_stays(what, tiny_checkpoint,
         assert not list((disk / "run").rglob("*.partial"))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=OSError, reason="render.py write(): a full disk is a bare OSError, and half of NAME.new stays"
-)
 def test_rendering_onto_a_full_disk_is_one_line_and_keeps_the_old_port(plan_of, tmp_path):
     with mounted(tmp_path / "disk", "size=200k") as disk:
         port = render.write(plan_of("victim"), disk / "port")
@@ -168,7 +154,6 @@ def test_a_read_only_disk_is_one_line_and_exit_2(tiny_checkpoint, tmp_path, comm
         done.refused(2, str(disk), "Read-only")
 
 
-@pytest.mark.xfail(strict=True, reason="commands.py finish(): the log is written before the sides are stopped")
 def test_a_disk_that_fills_while_the_fault_is_told_still_ends_in_one_line(
     tiny_checkpoint, tmp_path, monkeypatch, capsys
 ):
@@ -217,16 +202,13 @@ except KeyboardInterrupt:
 """
 
 
-LEFT = pytest.mark.xfail(strict=True, reason="commands.py finish(): one more Ctrl-C leaves it without a report")
-
-
 @pytest.mark.parametrize(
     "signals",
     [
         [signal.SIGINT], [signal.SIGTERM],
         pytest.param([signal.SIGINT] * 2, id="SIGINT twice"),
-        pytest.param([signal.SIGINT] * 3, id="SIGINT three times", marks=LEFT),
-        pytest.param([signal.SIGTERM] * 3, id="SIGTERM three times", marks=LEFT),
+        pytest.param([signal.SIGINT] * 3, id="SIGINT three times"),
+        pytest.param([signal.SIGTERM] * 3, id="SIGTERM three times"),
     ],
 )  # fmt: skip
 def test_impatience_does_not_cost_the_report(signals, tiny_checkpoint, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from porter.sides import Threads, start_rollout
+from porter import iteration
+from porter.plan import Plan
+from porter.sides import Threads, start_learner, start_rollout
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -60,21 +61,27 @@ def test_two_ports_live_side_by_side(main_job, twin_job, twin_checkpoint, tmp_pa
     assert own["attached"] and all(own["calls"].get(site) for site in own["modules"])
 
 
-def test_a_port_that_vllm_only_logged_as_broken_fails_the_check(twin_job, tmp_path, command):
-    """vLLM logs a plugin that fails to import and goes on stock; the check must not pass."""
+def test_a_port_that_vllm_only_logged_as_broken_fails_the_check(twin_job, twin_checkpoint, tmp_path, command):
+    """vLLM logs a plugin that fails to import and goes on stock; the checks of the bindings must fail."""
     port = tmp_path / "port"
     shutil.copytree(twin_job.port, port)
-    package = next(port.glob("zm_port_*/plugin.py"))
-    package.write_text(package.read_text().replace("from zm_port", "import not_there\nfrom zm_port", 1))
+    plugin = next(port.glob("zm_port_*/plugin.py"))
+    plugin.write_text(plugin.read_text().replace("from zm_port", "import not_there\nfrom zm_port", 1))
     refused = command("check", port, "--out", tmp_path / "run")
     assert refused.code == 2 and "edited by hand" in refused.err
-    manifest = next(port.glob("zm_port_*/manifest.json"))
-    record = json.loads(manifest.read_text())
-    record["files"][str(package.relative_to(port))] = hashlib.sha256(package.read_bytes()).hexdigest()
-    manifest.write_text(json.dumps(record))
-    checked = command("check", port, "--json", "--out", tmp_path / "run2")
-    assert checked.code not in (0, 7), checked.err[-1000:]
-    assert any(c["name"].startswith("binding ran") and c["status"] == "fail" for c in checked.json()["checks"])
+    package, threads = plugin.parent.name, Threads.on_this_machine(1)
+    rollout = start_rollout("broken", twin_checkpoint, "bfloat16", threads, tmp_path / "engine.log", port, package)
+    learner = start_learner("learner", twin_checkpoint, "bfloat16", threads, tmp_path / "log", port, package)
+    found = []
+    try:
+        rollout.ready().generate([[5, 6, 7]], [4])
+        learner.ready().score([{"ids": [5, 6, 7, 8], "prompt": 3}]).wait()
+        plan = Plan.model_validate_json((twin_job.folder / "plan-1.json").read_text())
+        iteration.ran(plan, package, rollout, learner, found.append)
+    finally:
+        rollout.stop()
+        learner.stop()
+    assert found and all(check.status == "fail" and "no call on the rollout" in check.detail for check in found)
 
 
 def test_interrupted_and_resumed(twin_checkpoint, tmp_path, command):

@@ -128,6 +128,9 @@ def test_drift_and_hand_edits_are_found(tmp_path):
         "extra.txt: not part of the port",
         "zm_port_tiny/learner.py: differs",
     ]
+    with pytest.raises(UsageFault, match="extra.txt: not part of the port"):
+        render.write(plan(), port)
+    (port / "extra.txt").unlink()
     with pytest.raises(UsageFault, match="learner.py: edited by hand"):
         render.write(plan(), port)
     render.write(plan(), port, force=True)
