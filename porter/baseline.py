@@ -22,7 +22,8 @@ from porter.storage import atomic_write, digest_of
 
 COMPILE_MARGIN = 1.05
 CLOSE = 1.5  # dtypes nearer than this are measured in interleaved rounds before one is chosen
-ROUNDS = 3
+ROUNDS = 2
+BFLOAT16_ISA = ("amx", "avx512_bf16", "arm64_bf16")
 
 
 def short_workloads(prompts: Prompts) -> list[tuple[str, list[list[int]], list[int]]]:
@@ -74,41 +75,63 @@ def _total(measured: dict[str, float]) -> float:
     return sum(measured.values())
 
 
+def expected(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The configuration to start before any is measured: compiled, in a dtype that this CPU has arithmetic for."""
+    native = checkpoint.dtype != "bfloat16" or hardware.cpu_isa() in BFLOAT16_ISA
+    return {"dtype": checkpoint.dtype if native else "float32", "enforce_eager": False}
+
+
 def decide(
-    key: str, checkpoint: Checkpoint, sides: Sides, prompts: Callable[[], Prompts], note: Callable[[str], None]
-) -> dict[str, Any]:
-    """Measures the candidates and keeps the choice. At most two engines are up at a time, and none afterwards."""
+    key: str, checkpoint: Checkpoint, sides: Sides, prompts: Callable[[], Prompts], note: Callable[[str], None],
+    seen: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measures the candidates, keeps the choice, and leaves the engine of the choice running as the fastest stock one.
+
+    seen: {prompts, max_tokens, seconds} of one rollout that the stock engine in the checkpoint's dtype did, eager:
+    a dtype that needs CLOSE times less for it is not measured against it again.
+    """
     settings = {
         f"{dtype} {'eager' if eager else 'compiled'}": {"dtype": dtype, "enforce_eager": eager}
         for eager in (True, False)
         for dtype in dict.fromkeys([checkpoint.dtype, "float32"])
     }
+    up: dict[str, Rollout] = {}
 
-    def start(label: str) -> Rollout:
-        chosen = settings[label]
-        return sides.start_rollout(
-            f"trial-{label.replace(' ', '-')}", chosen["dtype"], enforce_eager=chosen["enforce_eager"]
-        )
+    def ready(label: str) -> Rollout:
+        if label not in up:
+            up[label] = sides.start_trial(settings[label])
+        return up[label].ready()
 
-    def stop(*labels: str) -> None:
-        sides.stop(*[f"trial-{label.replace(' ', '-')}" for label in labels])
+    def stop(label: str) -> None:
+        if label in up:
+            sides.stop_rollout(up.pop(label))
 
-    try:
-        eager = [label for label, s in settings.items() if s["enforce_eager"]]
-        note(f"measuring stock {', '.join(eager)}")
-        up = {label: start(label) for label in eager}
-        measured = measure({label: rollout.ready() for label, rollout in up.items()}, prompts, 1)
-        if max(map(_total, measured.values())) < CLOSE * min(map(_total, measured.values())):
-            measured = measure(up, prompts, ROUNDS)
-        best = min(measured, key=lambda label: _total(measured[label]))
+    measured: dict[str, dict[str, float]] = {}
+    eager = [label for label, s in settings.items() if s["enforce_eager"]]
+    if seen and len(eager) == 2:
+        own, other = eager
+        note(f"measuring stock {other} against {own}")
+        took = ready(other).generate(seen["prompts"], seen["max_tokens"])["seconds"]
+        measured = {own: {"stock mismatch": seen["seconds"]}, other: {"stock mismatch": took}}
+        if max(took, seen["seconds"]) > CLOSE * min(took, seen["seconds"]):
+            eager = [min(measured, key=lambda label: measured[label]["stock mismatch"])]
+            stop(other if eager == [own] else own)
+    best = eager[0]
+    if len(eager) > 1:
+        note(f"measuring stock {' against '.join(eager)}")
+        found = measure({label: ready(label) for label in eager}, prompts, ROUNDS)
+        measured |= found
+        best = min(found, key=lambda label: _total(found[label]))
         stop(*[label for label in eager if label != best])
-        compiled = best.replace("eager", "compiled")
-        note(f"measuring stock {best} against {compiled}")
-        measured |= measure({best: start(best), compiled: start(compiled).ready()}, prompts, ROUNDS)
-        if _total(measured[compiled]) * COMPILE_MARGIN < _total(measured[best]):
-            best = compiled
-    finally:
-        stop(*settings)
+    compiled = best.replace("eager", "compiled")
+    note(f"measuring stock {best} against {compiled}")
+    found = measure({label: ready(label) for label in (best, compiled)}, prompts, ROUNDS)
+    measured |= found
+    if _total(found[compiled]) * COMPILE_MARGIN < _total(found[best]):
+        best = compiled
+    for label in set(up) - {best}:
+        stop(label)
+    sides.call_fastest(up[best])
     choice = {"settings": settings[best], "measured": measured, "model": checkpoint.slug}
     _file(key).parent.mkdir(parents=True, exist_ok=True)
     atomic_write(_file(key), json.dumps(choice, indent=1).encode())

@@ -101,15 +101,18 @@ class Pairs:
 
 
 def baseline_rungs(prompts: Prompts) -> list[Rung]:
-    """Iteration 0: at least 3,000 sampled tokens of the stock engine, in parts so that the learner can start early."""
-    return [Rung(f"stock batch 11, part {i + 1}", prompts.short(11), [70] * 11) for i in range(4)]
+    """Iteration 0: at least 3,000 sampled tokens of the stock engine, in parts so that the learner can start early.
+
+    The first part is as long as the longest rung of the check: it is what the aligned learner is held against.
+    """
+    parts = [Rung(f"stock batch 8, part {i + 1}", prompts.short(8), [123] * 8) for i in range(3)]
+    return [Rung("stock, one long prompt", prompts.long(1, CHUNKED), [TAIL * 3]), *parts]
 
 
 def rungs(prompts: Prompts) -> list[Rung]:
     """The default ladder: at least 3,000 sampled tokens over batch sizes, temperatures, chunks and a cached prefix."""
     shared = prompts.long(1, 140)[0]
     tails = [shared + tail for tail in prompts.short(6)]
-    chunk = BATCHED_TOKENS + 129  # longer than one step may be: it has to be split
     return [
         Rung("batch 44, temperature 1", prompts.short(44), [42] * 44),
         Rung("batch 16, temperature 0.6", prompts.short(16), [40] * 16, 0.6),
@@ -117,11 +120,13 @@ def rungs(prompts: Prompts) -> list[Rung]:
         Rung("batch 2, temperature 0.6", prompts.short(2), [32] * 2, 0.6),
         Rung("batch 1, temperature 1", prompts.short(1), [48]),
         Rung("last request decodes alone", prompts.short(4), [56, 8, 8, 8]),
-        Rung("chunked prefill", prompts.long(2, chunk), [24] * 2),
+        Rung("chunked prefill", prompts.long(2, CHUNKED), [TAIL] * 2),
         Rung("cached prefix", tails, [16] * 6, warm=[tails[0]], needs_cache=True),
     ]
 
 
+CHUNKED = BATCHED_TOKENS + 65  # prompt tokens, more than one step may have: the prefill has to be split
+TAIL = 24
 LAYOUTS = ("padded_left", "padded_right", "packed")
 
 
@@ -137,6 +142,8 @@ class Ladder:
     ):
         self.rollout, self.learner, self.record, self.advance = rollout, learner, record, advance
         self.pairs = Pairs()
+        self.alone: dict[tuple[int, ...], list[float]] = {}  # by sequence, at temperature 1
+        self.seconds: list[float] = []  # what the engine took for each rung
         self.waiting: list[tuple[Rung, list[dict], list[list[float]], Any, str]] = []
 
     def run(self, rung: Rung) -> list[dict[str, Any]]:
@@ -147,6 +154,7 @@ class Ladder:
             self.rollout.forget_prefixes()
         answer = self.rollout.generate(rung.prompts, rung.max_tokens, rung.temperature)
         outputs = answer["outputs"]
+        self.seconds.append(answer["seconds"])
         sequences = [{"ids": p + o["tokens"], "prompt": len(p)} for p, o in zip(rung.prompts, outputs, strict=True)]
         detail = f"{len(sequences)} requests"
         cached = sum(o["cached"] for o in outputs)
@@ -180,11 +188,18 @@ class Ladder:
             answer = pending.wait()
             pairs = Pairs()
             pairs.add(rung.name, sequences, rollout, answer["logprobs"])
+            if rung.temperature == 1.0:
+                self.alone |= {tuple(s["ids"]): v for s, v in zip(sequences, answer["logprobs"], strict=True)}
             self.record(
                 Check.counted(rung.name, len(pairs.rollout), pairs.unequal(), detail=detail, seconds=answer["seconds"])
             )
             self.pairs.extend(pairs)
             self.advance(len(pairs.rollout))
+
+    def scored(self, sequences: list[dict[str, Any]]) -> list[list[float]]:
+        """The learner's log-probabilities of sequences at temperature 1: kept from their rung, else computed."""
+        kept = [self.alone.get(tuple(s["ids"])) for s in sequences]
+        return kept if all(kept) else self.learner.score(sequences).wait()["logprobs"]
 
     def rescore(self, sequences: list[dict[str, Any]]) -> None:
         """The engine scores finished sequences as prompts; compared with the learner at temperature 1."""
@@ -192,7 +207,7 @@ class Ladder:
         self.rollout.forget_prefixes()
         answer = self.rollout.generate([s["ids"] for s in sequences], [1] * len(sequences), 1.0, prompt_logprobs=True)
         rollout = [o["prompt_logprobs"][s["prompt"] - 1 :] for o, s in zip(answer["outputs"], sequences, strict=True)]
-        learner = self.learner.score(sequences).wait()["logprobs"]
+        learner = self.scored(sequences)
         pairs = Pairs()
         pairs.add("rescoring", sequences, rollout, learner)
         self.record(
@@ -209,7 +224,7 @@ class Ladder:
     def layouts(self, sequences: list[dict[str, Any]]) -> None:
         """The learner against itself: alone, padded on either side, packed."""
         self.settle()
-        alone = self.learner.score(sequences).wait()["logprobs"]
+        alone = self.scored(sequences)
         for layout in LAYOUTS:
             pairs = Pairs()
             pairs.add(layout, sequences, alone, self.learner.score(sequences, layout=layout).wait()["logprobs"])

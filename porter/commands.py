@@ -193,6 +193,9 @@ def report(folder: Path) -> Report:
     """A run's report, its other forms written anew."""
     run = RunDirectory.open(folder)
     found = reports.read(run)
+    recorded = run.checks()
+    if found.checks != recorded[len(recorded) - len(found.checks) :]:
+        raise UsageFault(f"{folder}: report.json and checks.jsonl tell of different checks", "run the command again")
     reports.write(run, found)
     return found
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from porter import baseline
 from porter.check import Ladder, baseline_rungs
 from porter.checkpoint import Checkpoint
 from porter.child import ChildError, Pending
@@ -72,22 +71,19 @@ def run(
     trace: Path,
     target: float,
     progress: Progress,
-    afterwards: Callable[[Profile, dict[str, Any], dict[str, Any]], None],
+    meanwhile: Callable[[], None],
+    afterwards: Callable[[Profile, dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Measures and diagnoses; plain data, so that it can be kept.
 
-    `afterwards(profile, diagnosis, choice)` is called when the stock engine is no longer needed and the learner
-    still scores: the moment to start what comes next.
+    `meanwhile()` is called when both sides are up, `afterwards(profile, diagnosis)` when the stock engine is no longer
+    needed and the learner still scores: the moments to start what comes next.
     """
-    key = baseline.key_of(checkpoint, sides.threads)
-    choice = baseline.known(key)
-    if choice is None:
-        with progress.stage("choose the fastest stock configuration (once per machine)") as stage:
-            choice = baseline.decide(key, checkpoint, sides, lambda: prompts(9), stage.note)
     with progress.stage("start stock engine and learner"):
         stock, learner = sides.start_rollout("stock"), sides.start_learner("stock")
         learner.ready()
         _start_or_escalate(stock)
+        meanwhile()
     with progress.stage("record and diagnose"):
         recorded = record(stock, prompts(1), trace)
         pending, treed = diagnose(learner, recorded, trace, target), learner.child.request("tree")
@@ -98,7 +94,7 @@ def run(
         sides.rollouts.pop("stock").stop()
         diagnosis = pending.wait()
         profile = profile_of(checkpoint, recorded["rollout"], treed.wait())
-        afterwards(profile, diagnosis, choice)
+        afterwards(profile, diagnosis)
         ladder.settle()
     return {
         "reference": {"sequences": first, "learner": ladder.pairs.learner[: rungs[0].tokens]},
@@ -107,5 +103,5 @@ def run(
         "profile": profile.model_dump(mode="json"),
         "recorded": recorded,
         "diagnosis": diagnosis,
-        "choice": choice,
+        "seen": {"prompts": rungs[-1].prompts, "max_tokens": rungs[-1].max_tokens, "seconds": ladder.seconds[-1]},
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from porter import bench, hardware, iteration, iteration_zero, ladder_words, render
+from porter import baseline, bench, hardware, iteration, iteration_zero, ladder_words, render
 from porter import plan as plans
 from porter.bits import Mismatch, PositionSeries
 from porter.check import Ladder, rungs
@@ -21,7 +21,7 @@ from porter.progress import Progress
 from porter.prompts import Prompts
 from porter.report import Check, Iteration, Report, Throughput, Workload
 from porter.rundir import RunDirectory
-from porter.sides import KV_BYTES, Learner, Rollout, Sides, Threads
+from porter.sides import FASTEST, KV_BYTES, Learner, Rollout, Sides, Threads
 from porter.storage import digest_of
 
 TYPICAL = {
@@ -75,8 +75,9 @@ class Loop:
         """Runs every stage that is not done yet. Raises PorterError; what was done until then stays in `conclusion`."""
         self.require_machine()
         try:
-            if self.iterate(self.iteration_zero()):
-                self.measure_throughput()
+            zero = self.iteration_zero()
+            if self.iterate(zero):
+                self.measure_throughput(zero["seen"])
         finally:
             self.sides.stop_all()
         return self.conclusion.report()
@@ -86,7 +87,7 @@ class Loop:
         if self.target.device != "cpu":
             here = f"kernels for {self.target.device} targets are not in this version"
             raise NotMeasured(f"--hw {self.target.name}: {here}", "--hw cpu measures here")
-        require_memory(self.checkpoint, KV_BYTES, engines=2)
+        require_memory(self.checkpoint, KV_BYTES, engines=3)
 
     def prompts(self, purpose: int) -> Prompts:
         """Prompts of one purpose, the same in every run of one seed."""
@@ -106,15 +107,14 @@ class Loop:
         kept = self.run.stage_result("iteration-0", self.key)
         if kept is None:
             target = self.settings.target_ratio
-            following = self._start_next if start_next else lambda *_: None
+            next_steps = (self._start_fastest, self._start_next) if start_next else (lambda: None, lambda *_: None)
             kept = iteration_zero.run(
-                self.checkpoint, self.sides, self.prompts, self.trace, target, self.progress, following
+                self.checkpoint, self.sides, self.prompts, self.trace, target, self.progress, *next_steps
             )
             self.run.stage_done("iteration-0", self.key, kept)
         known, bindings = self.conclusion, kept["diagnosis"]["bindings"]
         known.stock = Mismatch.model_validate(kept["mismatch"])
         known.stock_positions = PositionSeries.model_validate(kept["positions"])
-        known.choice = kept["choice"]
         profile = Profile.model_validate(kept["profile"])
         self.run.save_json("profile.json", profile)
         self.progress.facts(iteration=0, unequal=known.stock.unequal)
@@ -123,16 +123,14 @@ class Loop:
         self._turn(0, known.stock, ladder_words.culprits(bindings), ladder_words.change(known.plan))
         return kept
 
-    def _start_next(self, profile: Profile, diagnosis: dict[str, Any], choice: dict[str, Any]) -> None:
+    def _start_fastest(self) -> None:
+        choice = baseline.known(baseline.key_of(self.checkpoint, self.threads))
+        self.sides.start_fastest(choice["settings"] if choice else baseline.expected(self.checkpoint))
+
+    def _start_next(self, profile: Profile, diagnosis: dict[str, Any]) -> None:
         if not iteration_zero.gaps(diagnosis):
             render.write(plans.make(profile, diagnosis["bindings"], 1, self.target.name), self.run.port)
             self.sides.start_rollout("aligned", port=self.run.port, package=self.package)
-            self.start_fastest(choice)
-
-    def start_fastest(self, choice: dict[str, Any]) -> Rollout:
-        """The stock engine in its fastest configuration, started if it is not up."""
-        settings = choice["settings"]
-        return self.sides.start_rollout("fastest-stock", settings["dtype"], enforce_eager=settings["enforce_eager"])
 
     def _refuse_gaps(self, diagnosis: dict[str, Any]) -> None:
         gaps = iteration_zero.gaps(diagnosis)
@@ -178,7 +176,7 @@ class Loop:
             if red and plan.index >= self.settings.max_iterations:
                 hint = "raise --max-iterations, or look at the culprits in report.md"
                 raise BudgetSpent(f"{plan.index} iterations and not done", hint)
-            self.sides.stop_all(keep=("fastest-stock",))
+            self.sides.stop_all(keep=(FASTEST,))
             known.plan, known.checks = smaller, []
 
     def _climb(self, zero: dict[str, Any], skip: dict[str, list[dict[str, Any]]]) -> tuple[plans.Plan, tuple]:
@@ -198,7 +196,7 @@ class Loop:
         for binding in plan.bindings:
             if binding.site in guilty:
                 skip.setdefault(binding.site, []).append({"choice": binding.choice, "settings": binding.settings})
-        self.sides.stop_all(keep=("fastest-stock",))
+        self.sides.stop_all(keep=(FASTEST,))
         stock = self.sides.start_learner("stock").ready()
         again = iteration_zero.diagnose(stock, zero["recorded"], self.trace, target, skip).wait()
         self._refuse_gaps(again)
@@ -257,20 +255,14 @@ class Loop:
             "proof": proof,
         }
 
-    def measure_throughput(self) -> None:
-        """Interleaved pairs against the fastest stock configuration; only after zero."""
-        known = self.conclusion
-        loads = bench.default_loads(self.prompts(5))
-        key = digest_of(self.key, known.plan.model_dump(mode="json"), known.choice, self.settings.pairs)
-        kept = {load.name: self.run.stage_result(f"throughput-{i}", key) for i, load in enumerate(loads)}
-        if not all(kept.values()):
-            with self.progress.stage("start fastest stock engine"):
-                for learner in list(self.sides.learners):
-                    self.sides.learners.pop(learner).stop()
-                stock = self.start_fastest(known.choice)
-                aligned = self.sides.start_rollout("aligned", port=self.run.port, package=self.package)
-                aligned.ready()
-                stock.ready()
+    def measure_throughput(self, seen: dict[str, Any] | None = None) -> None:
+        """Interleaved pairs against the fastest stock configuration; only after zero. `seen`: see baseline.decide."""
+        known, loads = self.conclusion, bench.default_loads(self.prompts(5))
+        known.choice = baseline.known(baseline.key_of(self.checkpoint, self.threads)) or {}
+        kept = self._kept(loads) if known.choice else {}
+        if not kept or not all(kept.values()):
+            aligned, stock = self.contestants(seen)
+            kept = self._kept(loads)
             total = 2 * self.settings.pairs * sum(not w for w in kept.values())
             with self.progress.stage("throughput", total=total, unit="runs") as stage:
                 for i, load in enumerate(loads):
@@ -278,8 +270,33 @@ class Loop:
                         stage.note(load.name)
                         found = bench.pairs(aligned, stock, load, self.settings.pairs, stage.advance)
                         kept[load.name] = found.model_dump(mode="json")
-                        self.run.stage_done(f"throughput-{i}", key, kept[load.name])
+                        self.run.stage_done(f"throughput-{i}", self._throughput_key(), kept[load.name])
         workloads = [Workload.model_validate(w) for w in kept.values()]
         known.throughput = Throughput.of(
             workloads, target_ratio=self.settings.target_ratio, baseline_configuration=known.choice["settings"]
         )
+
+    def contestants(self, seen: dict[str, Any] | None = None) -> tuple[Rollout, Rollout]:
+        """The aligned engine and the fastest stock one, both up and bound alike, nothing else running."""
+        key = baseline.key_of(self.checkpoint, self.threads)
+        with self.progress.stage("start fastest stock engine"):
+            self._start_fastest()
+            for learner in list(self.sides.learners):
+                self.sides.learners.pop(learner).stop()
+            aligned = self.sides.start_rollout("aligned", port=self.run.port, package=self.package).ready()
+            self.sides.rollouts[FASTEST].ready().bind(self.threads.engine)
+        self.conclusion.choice = baseline.known(key) or {}
+        if not self.conclusion.choice:
+            with self.progress.stage("choose the fastest stock configuration (once per machine)") as stage:
+                self.conclusion.choice = baseline.decide(
+                    key, self.checkpoint, self.sides, lambda: self.prompts(9), stage.note, seen
+                )
+        return aligned, self.sides.rollouts[FASTEST]
+
+    def _throughput_key(self) -> str:
+        plan = self.conclusion.plan.model_dump(mode="json")
+        return digest_of(self.key, plan, self.conclusion.choice, self.settings.pairs)
+
+    def _kept(self, loads: list[bench.Load]) -> dict[str, Any]:
+        key = self._throughput_key()
+        return {load.name: self.run.stage_result(f"throughput-{i}", key) for i, load in enumerate(loads)}

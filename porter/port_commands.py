@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from porter import __version__, baseline, bench, render
+from porter import __version__, bench, render
 from porter.check import Ladder, Rung
 from porter.checkpoint import resolve
 from porter.commands import checkpoint_of, finish
@@ -45,10 +45,11 @@ def read_port(folder: Path) -> tuple[Plan, str]:
         raise UsageFault(
             f"{folder}: {(unknown or ['no file'])[0]} is not named by its manifest", "take it out, or render anew"
         )
-    if version == __version__:
-        wrong = render.drift(made, folder)
-        if wrong:
-            raise UsageFault(f"{folder}: {wrong[0]} from what its plan renders", "zm-port render PLAN writes it anew")
+    if version != __version__:  # what it should hold cannot be told, so nothing could be claimed about it
+        raise UsageFault(f"{folder}: rendered by zm-port {version}, this is {__version__}", "render its plan again")
+    wrong = render.drift(made, folder)
+    if wrong:
+        raise UsageFault(f"{folder}: {wrong[0]} from what its plan renders", "zm-port render PLAN writes it anew")
     return made, package
 
 
@@ -121,14 +122,7 @@ def measure(
             if unequal:
                 what = f"{unequal} of {tokens} tokens are unequal: no throughput beside a mismatch"
                 raise MismatchFault(what, "run zm-port check PORT")
-            loop.sides.learners.pop("aligned").stop()
-            key = baseline.key_of(loop.checkpoint, loop.threads)
-            choice = baseline.known(key)
-            if choice is None:
-                with progress.stage("choose the fastest stock configuration (once per machine)") as stage:
-                    choice = baseline.decide(key, loop.checkpoint, loop.sides, lambda: loop.prompts(9), stage.note)
-            with progress.stage("start fastest stock engine"):
-                fastest = loop.start_fastest(choice).ready()
+            aligned, fastest = loop.contestants()
             loads = (bench.default_loads if short else bench.long_loads)(loop.prompts(5))
             found = []
             with progress.stage("throughput", total=2 * pairs * len(loads), unit="runs") as stage:
@@ -137,6 +131,6 @@ def measure(
                     found.append(bench.pairs(aligned, fastest, load, pairs, stage.advance))
         finally:
             loop.sides.stop_all()
-    made = Throughput.of(found, target_ratio=target, baseline_configuration=choice["settings"])
+    made = Throughput.of(found, target_ratio=target, baseline_configuration=loop.conclusion.choice["settings"])
     run.save_json("throughput.json", made)
     return made

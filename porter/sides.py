@@ -18,6 +18,19 @@ KV_BYTES = 1 << 28
 MAX_LENGTH = 1024
 BATCHED_TOKENS = 512
 SEQUENCES = 64
+NOT_TAKEN_OVER = (
+    "VLLM_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "TORCHDYNAMO_",
+    "ATEN_",
+    "ONEDNN_",
+    "DNNL_",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "GOMP_",
+)
 
 
 @dataclass(frozen=True)
@@ -42,11 +55,19 @@ class Threads:
         return f"engine {','.join(map(str, self.engine))}; learner {','.join(map(str, self.learner))}"
 
 
+FASTEST = "fastest-stock"
+
+
+def _has(rollout: Rollout, settings: dict[str, Any]) -> bool:
+    return settings.items() <= rollout.settings.items()
+
+
 def environment(threads: Threads, cpus: tuple[int, ...], **more: str) -> dict[str, str | None]:
-    """What a child gets: the user's VLLM_* settings do not reach it, since one of them could change the bits."""
-    cleared = {
-        name: None for name in os.environ if name.startswith(("VLLM_", "TORCHINDUCTOR_", "OMP_", "MKL_", "GOMP_"))
-    }
+    """What a child gets: the user's settings of the engine and of math libraries do not reach it.
+
+    One of them could change the bits, or hold the stock engine back and so flatter the port.
+    """
+    cleared = {name: None for name in os.environ if name.startswith(NOT_TAKEN_OVER)}
     return cleared | {
         "OMP_NUM_THREADS": str(threads.count),
         "HF_HUB_OFFLINE": "1",
@@ -63,12 +84,20 @@ class Rollout:
     child: Child
     settings: dict[str, Any]
     started: Pending
+    cpus: tuple[int, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
 
     def ready(self, on_progress=None) -> Rollout:
         """Waits for the start."""
         if not self.environment:
             self.environment = self.started.wait(on_progress)["environment"]
+        return self
+
+    def bind(self, cpus: tuple[int, ...]) -> Rollout:
+        """Moves the running worker's threads to other CPUs, one for one, and reads back where they are."""
+        if cpus != self.cpus:
+            self.rpc("zm_bind", list(self.cpus), list(cpus))
+            self.environment, self.cpus = self.rpc("zm_environment"), cpus
         return self
 
     def generate(
@@ -135,7 +164,7 @@ def start_rollout(
         "enable_prefix_caching": True,
         **settings,
     }
-    return Rollout(child, settings, child.request("start", 900, path=str(path), **settings))
+    return Rollout(child, settings, child.request("start", 900, path=str(path), **settings), cpus)
 
 
 @dataclass
@@ -197,7 +226,7 @@ class Sides:
     def start_rollout(
         self, name: str, dtype: str = "", port: Path | None = None, package: str = "", **settings: Any
     ) -> Rollout:
-        """The engine called `name`, started if it is not up; not waited for."""
+        """The engine called `name`, started if it is not up; not waited for. `cpus`: where, if not the engine's."""
         if name not in self.rollouts:
             log = self.logs / f"{name}-engine.log"
             self.rollouts[name] = start_rollout(
@@ -221,6 +250,32 @@ class Sides:
                 f"{name} learner", self.checkpoint, self.dtype, self.threads, log, port, package, self.remote_code
             )
         return self.learners[name]
+
+    def start_fastest(self, settings: dict[str, Any]) -> Rollout:
+        """The stock engine that throughput is measured against, in this configuration; not waited for.
+
+        It starts on the learner's CPUs, which have less to do then (`bind` moves it), since a compiled one takes minutes.
+        """
+        known = self.rollouts.get(FASTEST)
+        if known and not _has(known, settings):
+            self.stop(FASTEST)
+        return self.start_rollout(FASTEST, cpus=self.threads.learner, **settings)
+
+    def start_trial(self, settings: dict[str, Any]) -> Rollout:
+        """A candidate for the fastest one, bound to the engine's CPUs; the fastest one itself if it is like that."""
+        known = self.rollouts.get(FASTEST)
+        if known and _has(known, settings):
+            return known.ready().bind(self.threads.engine)
+        return self.start_rollout(f"trial-{'-'.join(map(str, settings.values()))}", **settings)
+
+    def stop_rollout(self, rollout: Rollout) -> None:
+        """Ends this engine, whatever it is called."""
+        self.stop(*[name for name, other in self.rollouts.items() if other is rollout])
+
+    def call_fastest(self, rollout: Rollout) -> None:
+        """From now on this engine is the fastest stock one."""
+        others = {name: other for name, other in self.rollouts.items() if other is not rollout}
+        self.rollouts = others | {FASTEST: rollout}
 
     def stop(self, *names: str) -> None:
         """Ends the engine and the learner called by each name."""

@@ -178,6 +178,18 @@ class WorkerProbe:
         state = getattr(self, "zm_port_state", None)
         return state() if state is not None else {}
 
+    def zm_bind(self, before: list[int], after: list[int]) -> int:
+        """Moves every thread that is bound to CPUs of `before` to their like in `after`; returns how many."""
+        import os
+
+        places, moved = dict(zip(before, after, strict=True)), 0
+        for task in map(int, os.listdir("/proc/self/task")):
+            bound = os.sched_getaffinity(task)
+            if bound <= places.keys():
+                os.sched_setaffinity(task, {places[cpu] for cpu in bound})
+                moved += 1
+        return moved
+
     def zm_environment(self) -> dict[str, Any]:
         """What the worker actually runs with: read back here, not assumed outside."""
         import os

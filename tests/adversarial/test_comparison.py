@@ -106,6 +106,7 @@ def test_the_same_infinity_on_both_sides_is_no_pass():
         ([output(*GOOD)] * 2, [GOOD, GOOD[:2]]),  # a position unscored
         ([output(*GOOD)] * 2, [GOOD, [*GOOD, -1.0]]),
         ([output(*GOOD), output(*GOOD) | {"logprobs": GOOD[:2]}], [GOOD, GOOD]),
+        ([output(*GOOD), output(*GOOD) | {"logprobs": GOOD[:2]}], [GOOD, GOOD[:2]]),  # both sides left one out
         ([], []),
     ],
 )
