@@ -5,12 +5,16 @@ Both engines stay up; one waits while the other works, the order swaps with ever
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from porter.prompts import Prompts
 from porter.report import Workload
 from porter.sides import Rollout
+
+STEADY = 30  # seconds
+MOST = 20
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,21 @@ def pairs(
     count: int,
     advance: Callable[[float], None] = lambda n: None,
 ) -> Workload:
-    """`count` interleaved pairs of one load, after one short warm-up of each side."""
+    """At least `count` interleaved pairs of one load, after one short warm-up of each side.
+
+    A load that is over in a moment is measured for STEADY seconds (at most MOST pairs): its ratio scatters most.
+    """
     for side in (aligned, stock):
         side.generate(load.prompts[:1], [1])
     speeds: dict[str, list[float]] = {"aligned": [], "stock": []}
-    for i in range(count):
+    began, wanted = time.perf_counter(), count
+    while (done := len(speeds["stock"])) < wanted:
         order = [("aligned", aligned), ("stock", stock)]
-        for name, side in order if i % 2 == 0 else order[::-1]:
+        for name, side in order if done % 2 == 0 else order[::-1]:
             side.forget_prefixes()
             speeds[name].append(load.counted / side.generate(load.prompts, load.max_tokens)["seconds"])
-            advance(1)
+            advance(1 if done < count else 0)
+        if done + 1 == count:
+            took = time.perf_counter() - began
+            wanted = max(count, min(MOST, int(STEADY / took * count)))
     return Workload.from_pairs(load.name, speeds["aligned"], speeds["stock"])
