@@ -17,13 +17,16 @@ INSTALL := $(PIP) install -qq --no-deps
 
 .DEFAULT_GOAL := port
 .DELETE_ON_ERROR:
-.PHONY: port test setup lint clean help
+.PHONY: port test nightly setup lint clean help
 
 port: setup  ## port MODEL to HW and measure it (the default)
 	.venv/bin/zm-port $(MODEL) --hw $(HW) $(ARGS)
 
 test: lint  ## set up, check the style, run the tests
 	.venv/bin/python -m pytest
+
+nightly: setup  ## the further cases that `make test` leaves out for time
+	.venv/bin/python -m pytest -m nightly
 
 lint: setup  ## check the style
 	.venv/bin/ruff check .

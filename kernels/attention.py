@@ -90,41 +90,74 @@ def _packed(q, k, v, query_starts, key_starts, scale, window, softcap, slopes, s
     return y
 
 
+def _visible(queries: int, keys: int, window: int) -> torch.Tensor:
+    """[T, T'] of bool: the keys that each of the last T positions sees."""
+    age = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    return (age >= 0) & (age < (window or keys))
+
+
+def gradients(grad, q, k, v, *, scale: float, window: int = 0, softcap: float = 0.0) -> tuple[torch.Tensor, ...]:
+    """Of `reference`, in the dtype given: grad and q [T, H, D], k and v [T', G, D] -> dq, dk, dv.
+
+    With p = softmax(s) and y = p v: dv = p^T dy, ds = p (dy v^T - rowsum(p dy v^T)) (Dao et al. 2022, appendix B.2).
+    """
+    share, size = q.shape[1] // k.shape[1], q.shape[2]
+    hidden = ~_visible(len(q), len(k), window).repeat(share, 1)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    for head in range(k.shape[1]):  # one by one: the scores of all heads at once would be the largest tensor of a step
+        group, keys, values = slice(head * share, (head + 1) * share), k[:, head], v[:, head]
+        queries, dy = (x[:, group].transpose(0, 1).reshape(-1, size) for x in (q, grad))
+        s = queries @ keys.T * scale
+        rate = scale
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+            rate = scale * (1 - (s / softcap).square())
+        p = s.masked_fill(hidden, -torch.inf).softmax(-1)
+        dp = dy @ values.T
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * rate
+        dq[:, group] = (ds @ keys).view(share, -1, size).transpose(0, 1)
+        dk[:, head], dv[:, head] = ds.T @ queries, p.T @ dy
+    return dq, dk, dv
+
+
+def _packed_backward(grad, q, k, v, query_starts, key_starts, scale, window, softcap) -> tuple[torch.Tensor, ...]:
+    """One sequence at a time, in float32, rounded once."""
+    made, ends = [x.new_zeros(x.shape) for x in (q, k, v)], (query_starts.tolist(), key_starts.tolist())
+    for a, b, c, d in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
+        parts = (x.float() for x in (grad[a:b], q[a:b], k[c:d], v[c:d]))
+        parts = gradients(*parts, scale=scale, window=window, softcap=softcap)
+        for whole, part, rows in zip(made, parts, (slice(a, b), slice(c, d), slice(c, d)), strict=True):
+            whole[rows] = part
+    return tuple(made)
+
+
+_backward = operation(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor query_starts, Tensor key_starts, "
+    "float scale, int window, float softcap, str site) -> (Tensor, Tensor, Tensor)",
+    _packed_backward,
+    shape=lambda grad, q, k, v, *a: tuple(x.new_empty(x.shape) for x in (q, k, v)),
+)
+"""Opaque like the forward: its loop over the sequences depends on the values of the starts."""
+
+
+def _refuse_twice(ctx, *grads):
+    raise NotImplementedError("attention: no second derivative")
+
+
+with_backward("attention_backward", _refuse_twice, lambda ctx, inputs, output: None)
+
+
 def remember(ctx, inputs, output=None) -> None:
-    """Saves what `backward` needs: q, k, v, both starts, scale, window, softcap, slopes, sinks."""
+    """Saves what `backward` needs: q, k, v, both starts, scale, window, softcap, slopes, sinks, site."""
     ctx.save_for_backward(*inputs[:5])
-    ctx.scale, ctx.window, ctx.softcap, ctx.slopes, ctx.sinks = inputs[5:10]
+    ctx.settings, ctx.slopes, ctx.sinks, ctx.site = inputs[5:8], *inputs[8:11]
 
 
 def backward(ctx, grad):
-    """Gradients of the plain formula, one sequence at a time, in float32 (Vaswani et al. 2017, eq. 1)."""
+    """Gradients for every input of the forward. Raises ValueError with ALiBi slopes or sinks."""
     if ctx.slopes is not None or ctx.sinks is not None:
         raise ValueError("attention: no backward with ALiBi slopes or sinks")
-    q, k, v, query_starts, key_starts = ctx.saved_tensors
-    grads = [torch.zeros_like(x) for x in (q, k, v)]
-    for i in range(len(query_starts) - 1):
-        a, b = slice(query_starts[i], query_starts[i + 1]), slice(key_starts[i], key_starts[i + 1])
-        with torch.enable_grad():
-            parts = [x.detach().float().requires_grad_() for x in (q[a], k[b], v[b])]
-            y = _plain(*parts, ctx.scale, ctx.window, ctx.softcap)
-            for total, part, rows in zip(grads, torch.autograd.grad(y, parts, grad[a].float()), (a, b, b), strict=True):
-                total[rows] = part.to(total.dtype)
-    return *grads, *[None] * 8
-
-
-def _plain(q, k, v, scale, window, softcap) -> torch.Tensor:
-    share = q.shape[1] // k.shape[1]
-    age = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
-    visible = (age >= 0) & (age < (window or len(k)))
-    q, k, v = (
-        q.transpose(0, 1),
-        k.repeat_interleave(share, 1).transpose(0, 1),
-        v.repeat_interleave(share, 1).transpose(0, 1),
-    )
-    if not softcap:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale).transpose(0, 1)
-    s = softcap * torch.tanh(q @ k.transpose(1, 2) * scale / softcap)
-    return (s.masked_fill(~visible, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+    return *_backward(grad, *ctx.saved_tensors, *ctx.settings, f"{ctx.site}.backward"), *[None] * 8
 
 
 _SETTINGS = "float scale, int window, float softcap, Tensor? slopes, Tensor? sinks, str site"
@@ -140,7 +173,7 @@ paged = operation(
 packed = operation(
     f"attention(Tensor q, Tensor k, Tensor v, Tensor query_starts, Tensor key_starts, {_SETTINGS}) -> Tensor",
     _packed,
-    shape=lambda q, *a: torch.empty_like(q),
+    shape=lambda q, *a: q.new_empty(q.shape),
 )
 """Learner side: sequence i has queries query_starts[i]:query_starts[i+1] and keys key_starts[i]:key_starts[i+1]."""
 with_backward("attention", backward, remember)

@@ -15,7 +15,7 @@ import torch
 from .attention import backward, remember
 from .operation import operation, with_backward
 
-BLOCK = 128
+BLOCK = PAGE = 128
 
 
 @cache
@@ -82,13 +82,13 @@ packed = operation(
     "engine_attention(Tensor q, Tensor k, Tensor v, Tensor query_starts, Tensor key_starts, "
     "float scale, int window, float softcap, bool split_kv, str site) -> Tensor",
     _packed,
-    shape=lambda q, *a: torch.empty_like(q),
+    shape=lambda q, *a: q.new_empty(q.shape),
 )
 """q [T, H, D], k and v [T', G, D]; sequence i has keys key_starts[i]:key_starts[i+1] -> [T, H, D]."""
 
 
 def _remember(ctx, inputs, output) -> None:
-    remember(ctx, (*inputs[:8], None, None))
+    remember(ctx, (*inputs[:8], None, None, inputs[9]))
 
 
 with_backward("engine_attention", lambda ctx, grad: (*backward(ctx, grad)[:3], *[None] * 7), _remember)

@@ -95,6 +95,8 @@ def _remember(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad):
     x, w = ctx.saved_tensors
+    if w is None:
+        raise ValueError("linear: no backward from a packed weight, give the weight itself")
     rows, flat = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     dx = (grad @ w) if ctx.needs_input_grad[0] else None
     dw = flat.T @ rows if ctx.needs_input_grad[1] else None

@@ -40,6 +40,10 @@ Iterations = Annotated[int, typer.Option("--max-iterations", min=1, help="How ma
 CheckpointOption = Annotated[Path | None, typer.Option("--checkpoint", help="Weights or configuration for a slug.")]
 Twin = Annotated[bool, typer.Option("--twin", help="A small twin of the architecture with random weights.")]
 ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="Threads of the engine and of the learner, each.")]
+Follow = Annotated[
+    str,
+    typer.Option("--follow", help="Which side is right where the two compute different functions: rollout or learner."),
+]
 RemoteCode = Annotated[bool, typer.Option("--allow-remote-code", help="Let the checkpoint bring its own Python code.")]
 
 
@@ -62,7 +66,7 @@ def _root(
 def port(
     model: Model, hw: Hw = "auto", out: Out = None, as_json: Json = False, quiet: Quiet = False, seed: Seed = 0, resume: Resume = False,
     target_ratio: Target = 0.9, max_iterations: Iterations = 4, checkpoint: CheckpointOption = None, twin: Twin = False, threads: ThreadsOption = 1,
-    allow_remote_code: RemoteCode = False,
+    follow: Follow = "", allow_remote_code: RemoteCode = False,
 ) -> None:  # fmt: skip
     """Inspect, plan, render, check, diagnose, prune, bench and report: until the mismatch is zero."""
     from porter import commands
@@ -80,6 +84,7 @@ def port(
         twin,
         threads,
         allow_remote_code,
+        follow,
     )
     if as_json:
         from porter.report import json_text
@@ -168,11 +173,12 @@ def bench(
     """Throughput of a port against the fastest stock configuration; refused beside a mismatch."""
     from porter import commands, port_commands
 
-    throughput = port_commands.measure(port, out, quiet, seed, checkpoint, threads, target_ratio, pairs, short)
+    found = port_commands.measure(port, out, quiet, seed, checkpoint, threads, target_ratio, pairs, short)
+    throughput = found.throughput
     if as_json:
-        typer.echo(throughput.model_dump_json(indent=1))
+        typer.echo(found.model_dump_json(indent=1))
     else:
-        commands.show_throughput(throughput)
+        commands.show_bench(found)
     raise typer.Exit(0 if throughput.ratio >= throughput.target_ratio else ExitCode.zero_slow)
 
 

@@ -21,7 +21,7 @@ from porter.hardware import resolve as resolve_hardware
 from porter.plan import Plan
 from porter.profile import Profile
 from porter.progress import Progress
-from porter.report import Report
+from porter.report import Bench, Report
 from porter.rundir import RunDirectory
 
 
@@ -49,9 +49,11 @@ def checkpoint_of(
 
 def port(
     model: str, hw: str, out: Path | None, quiet: bool, seed: int, resume: bool, target_ratio: float, max_iterations: int,
-    checkpoint: Path | None, twin: bool, threads: int, allow_remote_code: bool,
+    checkpoint: Path | None, twin: bool, threads: int, allow_remote_code: bool, follow: str = "",
 ) -> Report:  # fmt: skip
     """The whole loop. The report is written whatever happens after the run directory exists."""
+    if follow not in ("", "rollout", "learner"):
+        raise UsageFault(f"--follow {follow!r}: accepted are rollout and learner")
     from porter.loop import TYPICAL, Loop, Settings
 
     target = resolve_hardware(hw)
@@ -61,7 +63,9 @@ def port(
     with Progress(quiet, typical=TYPICAL) as progress:
         loop = Loop(
             found,
-            Settings(target.name, target_ratio, max_iterations, threads, seed, remote_code=allow_remote_code),
+            Settings(
+                target.name, target_ratio, max_iterations, threads, seed, remote_code=allow_remote_code, follow=follow
+            ),
             run,
             progress,
         )
@@ -252,22 +256,30 @@ def show_profile(profile: Profile) -> None:
         console.print(table)
 
 
-def show_throughput(throughput: Any) -> None:
-    """A person's view of throughput."""
+def show_bench(found: Bench) -> None:
+    """A person's view of a benchmark."""
     from rich.console import Console
     from rich.table import Table
 
+    console = Console()
     table = Table("workload", "aligned tok/s", "stock tok/s", "ratio", "interval", "pairs", box=None)
-    for w in throughput.workloads:
+    for w in found.throughput.workloads:
+        interval = f"{w.ratio_low:.3f}-{w.ratio_high:.3f}"
         table.add_row(
-            w.name,
-            f"{w.aligned_tok_s:.1f}",
-            f"{w.baseline_tok_s:.1f}",
-            f"{w.ratio:.3f}",
-            f"{w.ratio_low:.3f}-{w.ratio_high:.3f}",
-            str(w.pairs),
+            w.name, f"{w.aligned_tok_s:.1f}", f"{w.baseline_tok_s:.1f}", f"{w.ratio:.3f}", interval, str(w.pairs)
         )
-    Console().print(table)
+    console.print(table)
+    if found.learner:
+        step = found.learner
+        console.print(
+            f"learner step of {step.tokens} tokens: {step.aligned_step_s:.2f} s aligned, {step.baseline_step_s:.2f} s stock, "
+            f"speed {step.ratio:.3f} of stock ({step.ratio_low:.3f}-{step.ratio_high:.3f}), memory {step.memory_ratio:.3f}"
+        )
+    if found.decode:
+        console.print(
+            f"one stream reads its weights at {found.decode.fraction:.0%} of the memory bandwidth, "
+            f"{found.decode.bandwidth_gb_s:.1f} GB/s"
+        )
 
 
 __all__ = ["ExitCode"]

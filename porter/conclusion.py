@@ -61,6 +61,7 @@ class Conclusion:
     mismatch: Mismatch | None = None
     positions: PositionSeries | None = None
     choice: dict[str, Any] = field(default_factory=dict)
+    semantic: list[dict[str, Any]] = field(default_factory=list)
     throughput: Throughput | None = None
 
     def report(self, error: BaseException | None = None) -> Report:
@@ -82,7 +83,7 @@ class Conclusion:
             iterations=tuple(self.iterations),
             bindings=tuple(self._bindings()),
             checks=tuple(self.checks),
-            findings=ladder_words.findings(self.plan, c.architecture, versions()) if self.plan else (),
+            findings=ladder_words.findings(self.plan, self.semantic, c.architecture, versions()),
             stages=tuple(self.progress.stages),
             limits=tuple(self._limits()),
             figures=FigureData(before=self.stock_positions, after=self.positions),

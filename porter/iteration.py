@@ -19,14 +19,14 @@ FARTHEST = 1.5  # how much farther from the stock learner than the stock rollout
 LAID_OUT = 12
 
 
-def check(ladder: Ladder, prompts: Prompts) -> None:
-    """Runs every rung of the default ladder; results are recorded by the ladder."""
+def check(ladder: Ladder, prompts: Prompts, foreign: tuple[str, ...] = ()) -> None:
+    """Runs every rung of the default ladder; results are recorded by the ladder. `foreign`: see porter.check."""
     first: list[dict[str, Any]] = []
     for rung in rungs(prompts):
         sequences = ladder.run(rung)
         first = first or sequences
     ladder.rescore(first[:RESCORED])
-    ladder.layouts(first[:LAID_OUT])
+    ladder.layouts(first[:LAID_OUT], foreign)
 
 
 def stays_with_the_reference(

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from porter.check import Ladder, baseline_rungs
+from porter import meaning
+from porter.check import Ladder, baseline_rungs, foreign_layouts
 from porter.checkpoint import Checkpoint
 from porter.child import ChildError, Pending
 from porter.errors import Escalation
@@ -20,6 +21,8 @@ from porter.prompts import Prompts
 from porter.sides import Learner, Rollout, Sides
 
 CANNOT_RUN = ("ValueError", "NotImplementedError", "ValidationError")
+MODELLING = "stock-modelling"
+FLOAT32 = "stock-float32"
 RECORDED = 40  # prompt tokens of the recorded rollout
 
 
@@ -64,6 +67,64 @@ def _start_or_escalate(stock: Rollout) -> None:
         raise
 
 
+def ask_in_float32(
+    sides: Sides, prompts: Callable[[int], Prompts], progress: Progress, zero: dict[str, Any]
+) -> dict[str, Any]:
+    """What iteration 0 found, without its semantic findings if both sides compute one function (porter.meaning)."""
+    if not zero["diagnosis"]["semantic"]:
+        return zero
+    with progress.stage("ask both sides in float32 what they compute") as stage:
+        rollout = sides.start_rollout(FLOAT32, "float32")
+        learner = sides.start_learner(FLOAT32, dtype="float32")
+        same, mean = meaning.same_function(rollout.ready(), learner.ready(), prompts(8))
+        stage.note(f"mean difference {mean:.1e}")
+        sides.stop(FLOAT32)
+    kept = [] if same else [s | {"float32": mean} for s in zero["diagnosis"]["semantic"]]
+    return zero | {"diagnosis": zero["diagnosis"] | {"semantic": kept}}
+
+
+def follow_modelling(
+    sides: Sides, prompts: Callable[[int], Prompts], folder: Path, target: float, progress: Progress,
+    zero: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The same diagnosis with the rollout on vLLM's transformers backend: both sides run the same modelling code.
+
+    For a model that the engine's own implementation computes with operations, or an order of them, that the catalogue
+    cannot place. Returns what iteration 0 found, changed where the other rollout has no gap; else as it was.
+    """
+    native = zero["recorded"]["rollout"]["architecture"]
+    if native.startswith("Transformers"):
+        return zero  # the engine has no other implementation of it
+    with progress.stage("diagnose with the modelling code on both sides"):
+        rollout, learner = sides.start_rollout(MODELLING, model_impl="transformers"), sides.start_learner("stock")
+        try:
+            rollout.ready()
+        except ChildError as fault:
+            if fault.kind in CANNOT_RUN:
+                return zero
+            raise
+        recorded = record(rollout, prompts(1), folder)
+        diagnosis = diagnose(learner.ready(), recorded, folder, target).wait()
+        sides.stop(MODELLING)
+    if gaps(diagnosis) or diagnosis["semantic"]:
+        return zero
+    bad = [b for b in zero["diagnosis"]["bindings"] if b["choice"] == "author"]
+    unplaced = ", ".join([*(b["site"] for b in bad), *zero["diagnosis"]["unplaced"]][:4])
+    binding = {
+        "site": "model", "op": "modelling", "choice": "adopt", "side": "rollout", "seam": "modelling", "kernel": "",
+        "settings": {}, "rollout_class": native, "learner_class": "", "rollout_modules": ["model"], "learner_modules": [],
+        "unequal": sum(b["unequal"] for b in bad), "elements": max(sum(b["elements"] for b in bad), 1), "layer": None,
+        "needed": f"{native} computes otherwise: {unplaced or 'another function, see findings'}", "tried": [],
+    }  # fmt: skip
+    return zero | {
+        "diagnosis": diagnosis
+        | {"bindings": [binding, *diagnosis["bindings"]], "semantic": zero["diagnosis"]["semantic"]},
+        "recorded": recorded,
+        "trace": folder.name,
+        "modelling": [binding],
+    }
+
+
 def run(
     checkpoint: Checkpoint,
     sides: Sides,
@@ -71,37 +132,39 @@ def run(
     trace: Path,
     target: float,
     progress: Progress,
-    meanwhile: Callable[[], None],
     afterwards: Callable[[Profile, dict[str, Any]], None],
 ) -> dict[str, Any]:
     """Measures and diagnoses; plain data, so that it can be kept.
 
-    `meanwhile()` is called when both sides are up, `afterwards(profile, diagnosis)` when the stock engine is no longer
-    needed and the learner still scores: the moments to start what comes next.
+    `afterwards(profile, diagnosis)` is called when the stock engine is no longer needed and the learner still scores:
+    the moment to start what comes next.
     """
     with progress.stage("start stock engine and learner"):
         stock, learner = sides.start_rollout("stock"), sides.start_learner("stock")
         learner.ready()
         _start_or_escalate(stock)
-        meanwhile()
     with progress.stage("record and diagnose"):
         recorded = record(stock, prompts(1), trace)
         pending, treed = diagnose(learner, recorded, trace, target), learner.child.request("tree")
     rungs = baseline_rungs(prompts(2))
     with progress.stage("stock mismatch", total=sum(r.tokens for r in rungs)) as stage:
         ladder = Ladder(stock, learner, lambda check: None, stage.advance)
-        first, *_ = [ladder.run(rung) for rung in rungs]
+        first, second, *_ = [ladder.run(rung) for rung in rungs]
         sides.rollouts.pop("stock").stop()
         diagnosis = pending.wait()
         profile = profile_of(checkpoint, recorded["rollout"], treed.wait())
         afterwards(profile, diagnosis)
         ladder.settle()
+        foreign = foreign_layouts(learner, second, ladder.pairs.mismatch().mean_abs)
     return {
+        "foreign_layouts": foreign,
         "reference": {"sequences": first, "learner": ladder.pairs.learner[: rungs[0].tokens]},
         "mismatch": ladder.pairs.mismatch().model_dump(mode="json"),
         "positions": ladder.pairs.by_position().model_dump(mode="json"),
         "profile": profile.model_dump(mode="json"),
         "recorded": recorded,
         "diagnosis": diagnosis,
+        "trace": trace.name,
+        "modelling": [],
         "seen": {"prompts": rungs[-1].prompts, "max_tokens": rungs[-1].max_tokens, "seconds": ladder.seconds[-1]},
     }

@@ -36,10 +36,24 @@ def dropped(before: Plan, after: Plan | None) -> str:
     return f"dropped, not needed: {', '.join(sorted(left))}"
 
 
-def findings(plan: Plan, architecture: str, versions: dict[str, str]) -> tuple[Finding, ...]:
-    """One numeric finding per site whose stock kernels differ: what was seen on each side, and what the port does."""
-    found = []
-    for b in plan.bindings:
+def findings(
+    plan: Plan | None, semantic: list[dict[str, Any]], architecture: str, versions: dict[str, str]
+) -> tuple[Finding, ...]:
+    """Other functions first, then one numeric finding per site whose stock kernels differ, with what the port does."""
+    reference = f"transformers {versions.get('transformers', '?')}, modelling code of {architecture}"
+    found = [
+        Finding(
+            kind="semantic",
+            site=s["site"],
+            layer=s["layer"],
+            rollout_does=f"{s['rollout_does']} ({s['apart']})",
+            learner_does=s["learner_does"],
+            decided_by=s["decided_by"],
+            reference=reference,
+        )
+        for s in semantic
+    ]
+    for b in plan.bindings if plan else ():
         if not b.unequal:
             continue
         bound = f"{b.kernel or b.op}{''.join(f', {k} {v}' for k, v in b.settings.items())}"
@@ -56,7 +70,7 @@ def findings(plan: Plan, architecture: str, versions: dict[str, str]) -> tuple[F
                 rollout_does=f"stock {b.rollout_class or b.op}: {b.unequal} of {b.elements} elements differ on equal inputs",
                 learner_does=f"stock {b.learner_class or 'modelling code'}",
                 decided_by=f"{b.choice}: {follows.get(b.side, 'kept')}",
-                reference=f"transformers {versions.get('transformers', '?')}, modelling code of {architecture}",
+                reference=reference,
             )
         )
     return tuple(found)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 from porter.child_server import serve
@@ -59,6 +61,22 @@ class LearnerServer:
         values = score(self.model, sequences, temperature, layout, self.log_probability, progress)
         return {"logprobs": values, "seconds": time.perf_counter() - began}
 
+    def step(self, progress, ids: list[list[int]]) -> dict[str, Any]:
+        """One REINFORCE-like step without its update: mean negative log-probability of the tokens, and its gradients."""
+        import torch
+
+        batch = torch.tensor(ids)
+        self.model.requires_grad_(True).zero_grad(set_to_none=True)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+        began = time.perf_counter()
+        logits = self.model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1)
+        loss = -self.log_probability(logits, batch[:, 1:].flatten()).mean()
+        loss.backward()
+        seconds = time.perf_counter() - began
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        self.model.zero_grad(set_to_none=True)
+        return {"seconds": seconds, "peak_bytes": int(peak.group(1)) * 1024, "loss": float(loss.detach())}
+
     def switch(self, progress, site: str, on: bool) -> bool:
         """Turns one of the port's learner bindings off and on; False where it has none there."""
         return self.port.switch(self.model, site, on)
@@ -78,18 +96,24 @@ class LearnerServer:
         skip: dict[str, list[dict]] | None = None,
     ) -> dict[str, Any]:
         """Replays a recorded rollout, finds every culprit in one pass, climbs the ladder of each class of sites."""
+        from porter import meaning
         from porter import trace as traces
         from porter.ladder import Climb
         from porter.replay import Replay
 
         began = time.perf_counter()
         replay = Replay(self.model, ids, traces.read(trace), rollout)
-        comparisons = replay.run()
+        try:
+            comparisons = replay.run()
+        except (ValueError, RuntimeError, IndexError, TypeError) as error:  # the two sides are built otherwise
+            comparisons = replay.comparisons
+            replay.unplaced.append(f"replay: {' '.join(str(error).split())[:200]}")
         replayed = time.perf_counter() - began
         bindings = Climb(comparisons, rollout, probe, self.model, target).run(skip)
         return {
             "bindings": bindings,
             "unplaced": replay.unplaced,
+            "semantic": meaning.differences(comparisons, rollout, self.model, self.model.config.to_dict()),
             "sites": [
                 {
                     "site": c.site,
@@ -108,7 +132,7 @@ class LearnerServer:
 def main() -> None:
     """Entry point of the child."""
     server = LearnerServer()
-    serve({name: getattr(server, name) for name in ("load", "tree", "score", "switch", "calls", "diagnose")})
+    serve({name: getattr(server, name) for name in ("load", "tree", "score", "step", "switch", "calls", "diagnose")})
 
 
 if __name__ == "__main__":

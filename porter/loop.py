@@ -36,6 +36,18 @@ TYPICAL = {
 }
 
 
+def suspects(plan: plans.Plan) -> set[str]:
+    """Sites to bind otherwise when a mismatch shows on no recorded input: where a stock kernel's invariance is trusted.
+
+    Attention first, whose shapes vary most; then linear layers.
+    """
+    trusted = [
+        b for b in plan.bindings if b.op in ("attention", "linear", "lm_head") and b.choice in ("keep", "adopt", "pin")
+    ]
+    attention = {b.site for b in trusted if b.op == "attention"}
+    return attention or {b.site for b in trusted}
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the command was asked for."""
@@ -47,6 +59,7 @@ class Settings:
     seed: int = 0
     pairs: int = 6
     remote_code: bool = False
+    follow: str = ""  # rollout or learner: which side is right where the two compute different functions
 
 
 @dataclass
@@ -68,7 +81,13 @@ class Loop:
         self.sides = Sides(self.checkpoint.path, self.checkpoint.dtype, self.threads, logs, self.settings.remote_code)
         self.conclusion = Conclusion(self.checkpoint, self.target, self.threads, self.progress)
         sources = render.sources()
-        asked = (self.settings.seed, self.settings.threads, self.target.name, self.settings.target_ratio)
+        asked = (
+            self.settings.seed,
+            self.settings.threads,
+            self.target.name,
+            self.settings.target_ratio,
+            self.settings.follow,
+        )
         self.key = digest_of(self.checkpoint.revision, self.checkpoint.dtype, versions(), asked, sources)
 
     def go(self) -> Report:
@@ -107,10 +126,15 @@ class Loop:
         kept = self.run.stage_result("iteration-0", self.key)
         if kept is None:
             target = self.settings.target_ratio
-            next_steps = (self._start_fastest, self._start_next) if start_next else (lambda: None, lambda *_: None)
+            following = self._start_next if start_next else lambda *_: None
             kept = iteration_zero.run(
-                self.checkpoint, self.sides, self.prompts, self.trace, target, self.progress, *next_steps
+                self.checkpoint, self.sides, self.prompts, self.trace, target, self.progress, following
             )
+            kept = iteration_zero.ask_in_float32(self.sides, self.prompts, self.progress, kept)
+            other = kept["diagnosis"]["semantic"]
+            if (self.settings.follow == "learner") if other else iteration_zero.gaps(kept["diagnosis"]):
+                folder = self.run.path / "trace-0-modelling"
+                kept = iteration_zero.follow_modelling(self.sides, self.prompts, folder, target, self.progress, kept)
             self.run.stage_done("iteration-0", self.key, kept)
         known, bindings = self.conclusion, kept["diagnosis"]["bindings"]
         known.stock = Mismatch.model_validate(kept["mismatch"])
@@ -118,8 +142,10 @@ class Loop:
         profile = Profile.model_validate(kept["profile"])
         self.run.save_json("profile.json", profile)
         self.progress.facts(iteration=0, unequal=known.stock.unequal)
+        known.semantic = kept["diagnosis"]["semantic"]
+        self._refuse_other_functions(kept)
         self._refuse_gaps(kept["diagnosis"])
-        known.plan = plans.make(profile, bindings, 1, self.target.name)
+        known.plan = plans.make(profile, bindings, 1, self.target.name, kept["foreign_layouts"])
         self._turn(0, known.stock, ladder_words.culprits(bindings), ladder_words.change(known.plan))
         return kept
 
@@ -131,6 +157,24 @@ class Loop:
         if not iteration_zero.gaps(diagnosis):
             render.write(plans.make(profile, diagnosis["bindings"], 1, self.target.name), self.run.port)
             self.sides.start_rollout("aligned", port=self.run.port, package=self.package)
+            self._start_fastest()
+
+    def _refuse_other_functions(self, zero: dict[str, Any]) -> None:
+        """A zero forced by copying the wrong side is not a port: a person says which side is right."""
+        follow, found = self.settings.follow, self.conclusion.semantic
+        if not found or zero["modelling"]:
+            return
+        first = found[0]
+        what = (
+            f"the two sides compute different functions at {first['site']} ({first['apart']}; {first['rollout_does']})"
+        )
+        hints = {
+            "": "see findings in the report, then say which side is right with --follow learner or --follow rollout",
+            "learner": "vLLM cannot run this model with transformers' modelling code, so the rollout cannot follow it",
+            "rollout": "a learner that follows the rollout there needs an author; --follow learner can be tried",
+        }
+        self.run.save_json("task.json", {"semantic": found, "follow": follow})
+        raise Escalation(what, hints[follow])
 
     def _refuse_gaps(self, diagnosis: dict[str, Any]) -> None:
         gaps = iteration_zero.gaps(diagnosis)
@@ -187,6 +231,7 @@ class Loop:
         recorded = iteration_zero.record(rollout, self.prompts(1), folder)
         found = iteration_zero.diagnose(learner, recorded, folder, target).wait()
         guilty = {s["site"] for s in found["sites"] if s["unequal"]}
+        guilty = guilty or suspects(plan)
         if not guilty:
             unequal = self.conclusion.mismatch.unequal
             reds = ", ".join(c.name for c in self.conclusion.checks if c.status != "pass")
@@ -198,9 +243,12 @@ class Loop:
                 skip.setdefault(binding.site, []).append({"choice": binding.choice, "settings": binding.settings})
         self.sides.stop_all(keep=(FASTEST,))
         stock = self.sides.start_learner("stock").ready()
-        again = iteration_zero.diagnose(stock, zero["recorded"], self.trace, target, skip).wait()
+        trace = self.run.path / zero["trace"]
+        again = iteration_zero.diagnose(stock, zero["recorded"], trace, target, skip).wait()
         self._refuse_gaps(again)
-        following = plans.make(Profile.model_validate(zero["profile"]), again["bindings"], plan.index + 1, plan.hw)
+        bindings = [*zero["modelling"], *again["bindings"]]
+        profile, foreign = Profile.model_validate(zero["profile"]), zero["foreign_layouts"]
+        following = plans.make(profile, bindings, plan.index + 1, plan.hw, foreign)
         return following, ladder_words.culprits([b for b in found["bindings"] if b["site"] in guilty])
 
     def aligned(self) -> tuple[Rollout, Learner]:
@@ -238,7 +286,7 @@ class Loop:
         again = (iteration.RESCORED + 3 * iteration.LAID_OUT) * wanted[0].max_tokens[0]
         with self.progress.stage("check", total=sum(r.tokens for r in wanted) + again) as stage:
             ladder = Ladder(rollout, learner, self.record, stage.advance)
-            iteration.check(ladder, self.prompts(3))
+            iteration.check(ladder, self.prompts(3), plan.model.foreign_layouts)
             if reference:
                 mean = self.conclusion.stock.mean_abs
                 iteration.stays_with_the_reference(learner, reference, mean, self.record)
@@ -284,7 +332,7 @@ class Loop:
             for learner in list(self.sides.learners):
                 self.sides.learners.pop(learner).stop()
             aligned = self.sides.start_rollout("aligned", port=self.run.port, package=self.package).ready()
-            self.sides.rollouts[FASTEST].ready().bind(self.threads.engine)
+            self.sides.rollouts[FASTEST].ready()
         self.conclusion.choice = baseline.known(key) or {}
         if not self.conclusion.choice:
             with self.progress.stage("choose the fastest stock configuration (once per machine)") as stage:

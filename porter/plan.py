@@ -17,6 +17,7 @@ DIMENSION_NOISE = {
 
 SIDES_OF_SEAM = {
     ("custom_op", ""): ("rollout",),
+    ("modelling", ""): ("rollout",),
     ("linear_method", ""): ("both",),
     ("attention_impl", ""): ("both",),
     ("attention_impl", "adopt"): ("learner",),
@@ -34,6 +35,8 @@ class PlanModel(_Frozen):
     name: str
     architecture: str
     dimensions: dict[str, int | float | bool | str]
+    foreign_layouts: tuple[str, ...] = ()
+    """Layouts of a batch in which the modelling code computes another function, stock too."""
 
 
 class Binding(_Frozen):
@@ -110,7 +113,9 @@ def patterns(names: list[str]) -> tuple[str, ...]:
     return tuple(sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}))
 
 
-def make(profile: Profile, bindings: list[dict[str, Any]], index: int, hw: str) -> Plan:
+def make(
+    profile: Profile, bindings: list[dict[str, Any]], index: int, hw: str, foreign_layouts: list[str] | None = None
+) -> Plan:
     """A plan from the bindings that the ladder chose (see porter.ladder)."""
     dimensions = {
         k: v for k, v in sorted(profile.config.items())
@@ -121,7 +126,12 @@ def make(profile: Profile, bindings: list[dict[str, Any]], index: int, hw: str) 
         slug=profile.slug,
         hw=hw,
         dtype=profile.dtype,
-        model=PlanModel(name=profile.name, architecture=profile.architecture, dimensions=dimensions),
+        model=PlanModel(
+            name=profile.name,
+            architecture=profile.architecture,
+            dimensions=dimensions,
+            foreign_layouts=tuple(foreign_layouts or ()),
+        ),
         bindings=tuple(
             Binding(
                 **{

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from porter import __version__, bench, render
+from porter import __version__, bandwidth, bench, learner_speed, render
 from porter.check import Ladder, Rung
 from porter.checkpoint import resolve
 from porter.commands import checkpoint_of, finish
@@ -17,7 +18,8 @@ from porter.errors import MismatchFault, UsageFault
 from porter.loop import Loop, Settings
 from porter.plan import Plan
 from porter.progress import Progress
-from porter.report import Report, Throughput
+from porter.report import Bench, Decode, Report, Throughput, Workload
+from porter.report_pictures import of_throughput
 from porter.rundir import RunDirectory
 
 TWIN = "-twin"
@@ -106,8 +108,8 @@ def measure(
     target: float,
     pairs: int,
     short: bool,
-) -> Throughput:
-    """Throughput of an existing port. A small check comes first: no figure beside a mismatch."""
+) -> Bench:
+    """Speed of an existing port on both sides. A small check comes first: no figure beside a mismatch."""
     with Progress(quiet) as progress:
         loop, run = _loop(folder, out, checkpoint, seed, threads, progress, quiet)
         loop.require_machine()
@@ -129,8 +131,30 @@ def measure(
                 for load in loads:
                     stage.note(load.name)
                     found.append(bench.pairs(aligned, fastest, load, pairs, stage.advance))
+            loop.sides.stop(*list(loop.sides.rollouts))
+            with progress.stage("learner step", total=2 * pairs, unit="steps") as stage:
+                stock, aligned = (
+                    loop.sides.start_learner("stock"),
+                    loop.sides.start_learner("aligned", port=run.port, package=loop.package),
+                )
+                learner = learner_speed.pairs(aligned.ready(), stock.ready(), loop.prompts(6), pairs, stage.advance)
         finally:
             loop.sides.stop_all()
-    made = Throughput.of(found, target_ratio=target, baseline_configuration=loop.conclusion.choice["settings"])
-    run.save_json("throughput.json", made)
+    made = Bench(
+        throughput=Throughput.of(found, target_ratio=target, baseline_configuration=loop.conclusion.choice["settings"]),
+        learner=learner,
+        decode=_decode(found, loop),
+    )
+    run.save_json("bench.json", made)
+    (run.path / "bench.png").write_bytes(base64.b64decode(of_throughput(made.throughput).png))
     return made
+
+
+def _decode(found: list[Workload], loop: Loop) -> Decode | None:
+    """How near one stream comes to reading its weights at the speed of memory; None where no workload is one stream."""
+    alone = next((w for w in found if w.name.startswith("one stream")), None)
+    if alone is None:
+        return None
+    size = {"float32": 4}.get(loop.checkpoint.dtype, 2) * loop.checkpoint.parameters
+    speed = bandwidth.measure(loop.threads.engine)
+    return Decode(bandwidth_gb_s=speed / 1e9, weights_bytes=size, fraction=size * alone.aligned_tok_s / speed)

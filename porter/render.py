@@ -50,6 +50,14 @@ def lines(values: tuple[str, ...], indent: int) -> str:
     return f"(\n{inner}{' ' * indent})"
 
 
+def items(value: Any, indent: int) -> str:
+    """A dictionary with one item a line, at every depth: a formatter leaves that alone at any width."""
+    if not isinstance(value, dict) or not value:
+        return literal(value)
+    inner = "".join(f"{' ' * (indent + 4)}{literal(k)}: {items(v, indent + 4)},\n" for k, v in sorted(value.items()))
+    return f"{{\n{inner}{' ' * indent}}}"
+
+
 def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -59,7 +67,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters["python"] = literal
-    environment.filters["lines"] = lines
+    environment.filters |= {"lines": lines, "items": items}
     return environment
 
 
@@ -123,7 +131,9 @@ def files_of(plan: Plan) -> dict[str, str]:
         "distribution": package.replace("_", "-"),
         "version": __version__,
         "kernels": sorted(kernels),
-        "rollout_seams": sorted({b.seam for b in installed if b.side != "learner"} | {b.seam for b in attention}),
+        "rollout_seams": tuple(
+            sorted({b.seam for b in installed if b.side != "learner"} | {b.seam for b in attention})
+        ),
         "learner_seams": sorted({b.seam for b in installed if b.side != "rollout"}),
         "rollout_modules": [],
         "learner_modules": [],

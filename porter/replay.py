@@ -17,7 +17,7 @@ from torch import nn
 
 from porter.names import layer_of, site_of
 from porter.trace import Event, unequal
-from porter.transformers_adapter import attention_function, leaves, replaced_forwards
+from porter.transformers_adapter import attention_function, leaves, replaced_forwards, weight_of
 
 
 @dataclass
@@ -54,22 +54,25 @@ def places(learner: dict[str, tuple[nn.Module, str]], rollout: dict[str, Any]) -
         for part in parts
         if len(parts) > 1 or part != packed
     }
-    found = {}
-    for name, (module, _) in learner.items():
+    found, roots = {}, {n.partition(".")[0] for n in names if "." in n}
+    for name in learner:
         mapped = name
         for old, new in rollout["prefixes"].items():
             if mapped.startswith(old):
                 mapped = new + mapped.removeprefix(old)
                 break
+        if mapped not in names and len(roots - {"lm_head", "logits_processor"}) == 1 and "." in mapped:
+            root = next(iter(roots - {"lm_head", "logits_processor"}))  # each side has its own name for the base model
+            mapped = f"{root}.{mapped.partition('.')[2]}" if mapped.partition(".")[0] not in roots else mapped
         parent, _, last = mapped.rpartition(".")
         if mapped in names:
             found[name] = Place(mapped)
         elif last in part_of and f"{parent}.{part_of[last][0]}" in names:
             packed, parts = part_of[last]
             prefix = name.rpartition(".")[0]
-            sizes = [learner[f"{prefix}.{p}"][0].weight.shape[0] for p in parts]
+            sizes = [weight_of(learner[f"{prefix}.{p}"][0]).shape[0] for p in parts]
             start = sum(sizes[: parts.index(last)])
-            found[name] = Place(f"{parent}.{packed}", slice(start, start + module.weight.shape[0]))
+            found[name] = Place(f"{parent}.{packed}", slice(start, start + sizes[parts.index(last)]))
     return found
 
 
@@ -80,6 +83,8 @@ class Replay:
         self.model, self.ids, self.events, self.rollout = model, ids, events, rollout
         self.comparisons: list[Comparison] = []
         self.unplaced: list[str] = []
+        self.classes = {m["name"]: m["class"] for m in rollout["modules"]}
+        self.head = ""
         self.by_name: dict[str, Event] = {}
         for event in events:
             self.by_name.setdefault(event.name, event)  # first call: the prefill
@@ -87,7 +92,7 @@ class Replay:
         last = next((e.index for e in events if e.operation == "embedding" and e.inputs[0].numel() == 1), len(events))
         heads = [e for e in events[:last] if e.operation == "logits"]
         # the call with most rows: all prompt positions when prompt log-probabilities were asked for
-        self.logits = max(heads, key=lambda e: e.inputs[-1].shape[0], default=None)
+        self.logits = max(heads, key=lambda e: e.inputs[0].shape[0], default=None)
 
     def run(self) -> list[Comparison]:
         """Runs the pass. Raises ValueError when a site cannot be compared at all (other shapes)."""
@@ -100,10 +105,15 @@ class Replay:
                     forwards[module] = self._head(name, module)
             elif name in where and where[name].name in self.by_name:
                 forwards[module] = self._leaf(name, module, operation, where[name])
-            else:
-                self.unplaced.append(name)
+            elif self.classes.get(where.get(name, Place("")).name) != type(module).__name__:
+                self.unplaced.append(name)  # else it is one class on both sides: code between the sites
         with torch.no_grad(), replaced_forwards(forwards), attention_function(self.model, self._attention):
-            self.model(input_ids=torch.tensor(self.ids)[None], use_cache=False)
+            logits = self.model(input_ids=torch.tensor(self.ids)[None], use_cache=False).logits[0]
+        if self.head:
+            rows, columns = self.logits.outputs[0].shape
+            own = logits[:rows, :columns].contiguous()
+            wanted = [self.logits.outputs[0][:, : own.shape[-1]]]
+            self._add(site_of(self.head), self.head, "lm_head", "leaf", [own], wanted, self.logits)
         return self.comparisons
 
     def _add(self, site, name, operation, part, learner, rollout, event) -> None:
@@ -137,8 +147,14 @@ class Replay:
             rows = event.outputs[0] if place.rows is None else event.outputs[0][..., place.rows]
             if operation == "embedding":
                 own = stock(x)
+                if unequal(own.contiguous(), rows.reshape(own.shape)):
+                    return own  # one side scales it inside, the other outside: what the next leaf is fed will tell
             else:
                 fed = event.outputs[1] if operation == "rms_norm" and len(event.outputs) > 1 else event.inputs[0]
+                if (
+                    x.ndim == 4 != fed.ndim and x.shape[1] != len(self.ids) == x.shape[2]
+                ):  # heads first, on this side alone
+                    return self._heads_first(name, operation, stock, event, x)
                 self._glue(name, [x.reshape(fed.shape)], [fed], event)
                 own = stock(fed.reshape(x.shape))
             self._add(site_of(event.name), name, operation, "leaf", [own], [rows], event)
@@ -146,25 +162,25 @@ class Replay:
 
         return forward
 
+    def _heads_first(self, name: str, operation: str, stock, event: Event, x: torch.Tensor) -> torch.Tensor:
+        """A leaf that the learner gives [1, H, T, D], where the rollout has the heads behind the tokens."""
+        shape, fed = x.transpose(1, 2).shape, event.inputs[0]
+        self._glue(name, [x.transpose(1, 2).reshape(fed.shape)], [fed], event)
+        own = stock(fed.reshape(shape).transpose(1, 2))
+        made = own.transpose(1, 2).reshape(event.outputs[0].shape)
+        self._add(site_of(event.name), name, operation, "leaf", [made], [event.outputs[0]], event)
+        return event.outputs[0].reshape(shape).transpose(1, 2)
+
     def _head(self, name: str, module: nn.Module):
-        stock, event = module.forward, self.logits
+        """The head is fed what the rollout fed its own; the logits are compared behind their scale and cap, in `run`."""
+        stock, event, self.head = module.forward, self.logits, name
 
         def forward(x):
-            count = event.inputs[-1].shape[0]
-            if event.inputs[-1].shape[-1] == x.shape[-1] and count <= x.shape[1]:
-                hidden = x[0, :count]
-                self._add(site_of(name) + ".input", name, "glue", "glue", [hidden], [event.inputs[-1]], event)
-                own = stock(event.inputs[-1])
-                self._add(
-                    site_of(name),
-                    name,
-                    "lm_head",
-                    "leaf",
-                    [own],
-                    [event.outputs[0][:, : own.shape[-1]]],
-                    event,
-                )
-            return stock(x)
+            fed = event.inputs[0]
+            if fed.shape[-1] != x.shape[-1] or len(fed) > x.shape[1]:
+                raise ValueError(f"{name}: {tuple(fed.shape)} on the rollout, {tuple(x.shape)} on the learner")
+            self._add(site_of(name) + ".input", name, "glue", "glue", [x[0, : len(fed)]], [fed], event)
+            return stock(fed)[None]
 
         return forward
 
@@ -181,13 +197,12 @@ class Replay:
             for x, q in zip(fed, (query, key, value), strict=True)
         ]
         output, weights = original(module, *shaped, mask, **kwargs)
-        self._add(
-            site_of(event.name),
-            name,
-            "attention",
-            "leaf",
-            [output[0].reshape(tokens, -1)],
-            [event.outputs[0].reshape(tokens, -1)],
-            event,
-        )
+        made, wanted = (t.reshape(tokens, -1) for t in (output[0], event.outputs[0]))
+        self._add(site_of(event.name), name, "attention", "leaf", [made], [wanted], event)
+        told = {
+            "sliding_window": kwargs.get("sliding_window"),
+            "scale": kwargs.get("scaling"),
+            "softcap": kwargs.get("softcap"),
+        }
+        self.comparisons[-1].arguments = told
         return event.outputs[0].reshape(output.shape), weights

@@ -34,7 +34,7 @@ from porter.report_schema import (
     Stage,
     Stopped,
 )
-from porter.report_speed import LearnerSpeed, Throughput, Workload, median_interval
+from porter.report_speed import Bench, Decode, LearnerSpeed, Throughput, Workload, median_interval
 from porter.report_verdict import Evidence, Ruling, Verdict, verdict_of
 from porter.storage import atomic_write
 
@@ -48,6 +48,8 @@ __all__ = [
     "FirstUnequal",
     "HardwareFacts",
     "Iteration",
+    "Bench",
+    "Decode",
     "LearnerSpeed",
     "Mismatch",
     "ModelFacts",

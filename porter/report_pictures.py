@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from porter.bits import PositionSeries
 from porter.report_schema import Report
+from porter.report_speed import Throughput
 from porter.report_words import number, percent, why_no_throughput, workload_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+THROUGHPUT = "Rollout throughput against stock"
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
 BEFORE, AFTER = "#c2410c", "#0f766e"
 STYLE = {
@@ -142,10 +144,14 @@ def _series_text(data: PositionSeries) -> str:
 
 
 def _throughput(report: Report) -> Picture:
-    title = "Rollout throughput against stock"
     if report.throughput is None:
-        return Picture(title, why_no_throughput(report), None)
-    works, target = report.throughput.workloads, report.throughput.target_ratio
+        return Picture(THROUGHPUT, why_no_throughput(report), None)
+    return of_throughput(report.throughput)
+
+
+def of_throughput(throughput: Throughput) -> Picture:
+    """Ratio, interval and pairs of each workload."""
+    works, target = throughput.workloads, throughput.target_ratio
     caption = "; ".join(f"{work.name}: {workload_text(work)}" for work in works) + "."
 
     def draw(axes: Axes) -> None:
@@ -180,7 +186,7 @@ def _throughput(report: Report) -> Picture:
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("aligned / stock tokens per second: median, its interval, and each pair")
 
-    return Picture(title, caption, _drawn(draw, 1.3 + 0.55 * len(works)))
+    return Picture(THROUGHPUT, caption, _drawn(draw, 1.3 + 0.55 * len(works)))
 
 
 def _short(name: str, width: int = 40) -> str:

@@ -106,9 +106,53 @@ class Throughput(Record):
 
 
 class LearnerSpeed(Record):
-    """Seconds of one learner step, aligned and stock; ratio is aligned / stock, so above 1 is slower."""
+    """One learner step (forward and backward), aligned and stock. `ratio` is stock / aligned: below 1 is slower."""
 
     aligned_step_s: float = Field(gt=0)
     baseline_step_s: float = Field(gt=0)
     ratio: float = Field(gt=0)
+    ratio_low: float = Field(gt=0)
+    ratio_high: float = Field(gt=0)
     pairs: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    aligned_peak_bytes: int = Field(gt=0)
+    baseline_peak_bytes: int = Field(gt=0)
+    memory_ratio: float = Field(gt=0)
+    """aligned / stock: above 1 takes more."""
+
+    @classmethod
+    def from_pairs(
+        cls, tokens: int, aligned_s: Sequence[float], baseline_s: Sequence[float], aligned_peak: int, baseline_peak: int
+    ) -> Self:
+        """Medians over interleaved pairs; peaks are of the whole process, in bytes."""
+        ratios = [b / a for a, b in zip(aligned_s, baseline_s, strict=True)]
+        low, high = median_interval(ratios)
+        return cls(
+            aligned_step_s=statistics.median(aligned_s),
+            baseline_step_s=statistics.median(baseline_s),
+            ratio=statistics.median(ratios),
+            ratio_low=low,
+            ratio_high=high,
+            pairs=len(ratios),
+            tokens=tokens,
+            aligned_peak_bytes=aligned_peak,
+            baseline_peak_bytes=baseline_peak,
+            memory_ratio=aligned_peak / baseline_peak,
+        )
+
+
+class Decode(Record):
+    """One stream of decode against the memory that its weights come from."""
+
+    bandwidth_gb_s: float = Field(gt=0)
+    weights_bytes: int = Field(gt=0)
+    fraction: float = Field(gt=0)
+    """Bytes of weights read per second over the bandwidth: 1 would be the limit."""
+
+
+class Bench(Record):
+    """What `zm-port bench` measured; null is not measured."""
+
+    throughput: Throughput
+    learner: LearnerSpeed | None = None
+    decode: Decode | None = None

@@ -175,5 +175,5 @@ def facts_of(report: Report) -> list[tuple[str, str]]:
         rows += [(f"  {work.name}", workload_text(work)) for work in report.throughput.workloads]
     if report.learner is not None:
         step = report.learner
-        rows.append(("learner", f"step {step.aligned_step_s:.3g} s, {step.ratio:.3f} x stock ({step.pairs} pairs)"))
+        rows.append(("learner", f"step {step.aligned_step_s:.3g} s, {step.ratio:.3f} of stock ({step.pairs} pairs)"))
     return [*rows, ("time", seconds_text(report.seconds))]

@@ -84,20 +84,12 @@ class Rollout:
     child: Child
     settings: dict[str, Any]
     started: Pending
-    cpus: tuple[int, ...] = ()
     environment: dict[str, Any] = field(default_factory=dict)
 
     def ready(self, on_progress=None) -> Rollout:
         """Waits for the start."""
         if not self.environment:
             self.environment = self.started.wait(on_progress)["environment"]
-        return self
-
-    def bind(self, cpus: tuple[int, ...]) -> Rollout:
-        """Moves the running worker's threads to other CPUs, one for one, and reads back where they are."""
-        if cpus != self.cpus:
-            self.rpc("zm_bind", list(self.cpus), list(cpus))
-            self.environment, self.cpus = self.rpc("zm_environment"), cpus
         return self
 
     def generate(
@@ -164,7 +156,7 @@ def start_rollout(
         "enable_prefix_caching": True,
         **settings,
     }
-    return Rollout(child, settings, child.request("start", 900, path=str(path), **settings), cpus)
+    return Rollout(child, settings, child.request("start", 900, path=str(path), **settings))
 
 
 @dataclass
@@ -184,6 +176,10 @@ class Learner:
     def score(self, sequences: list[dict[str, Any]], temperature: float = 1.0, layout: str = "alone") -> Pending:
         """Asks for log-probabilities; the answer has `logprobs` and `seconds`."""
         return self.child.request("score", 3600, sequences=sequences, temperature=temperature, layout=layout)
+
+    def step(self, ids: list[list[int]]) -> dict[str, Any]:
+        """Forward and backward of one batch of equally long sequences: {seconds, peak_bytes, loss}."""
+        return self.child.ask("step", 3600, ids=ids)
 
     def stop(self) -> None:
         """Ends the learner."""
@@ -226,7 +222,7 @@ class Sides:
     def start_rollout(
         self, name: str, dtype: str = "", port: Path | None = None, package: str = "", **settings: Any
     ) -> Rollout:
-        """The engine called `name`, started if it is not up; not waited for. `cpus`: where, if not the engine's."""
+        """The engine called `name`, started if it is not up; not waited for."""
         if name not in self.rollouts:
             log = self.logs / f"{name}-engine.log"
             self.rollouts[name] = start_rollout(
@@ -242,30 +238,34 @@ class Sides:
             )
         return self.rollouts[name]
 
-    def start_learner(self, name: str, port: Path | None = None, package: str = "") -> Learner:
+    def start_learner(self, name: str, port: Path | None = None, package: str = "", dtype: str = "") -> Learner:
         """The learner called `name`, started if it is not up; not waited for."""
         if name not in self.learners:
             log = self.logs / f"{name}-learner.log"
             self.learners[name] = start_learner(
-                f"{name} learner", self.checkpoint, self.dtype, self.threads, log, port, package, self.remote_code
+                f"{name} learner",
+                self.checkpoint,
+                dtype or self.dtype,
+                self.threads,
+                log,
+                port,
+                package,
+                self.remote_code,
             )
         return self.learners[name]
 
     def start_fastest(self, settings: dict[str, Any]) -> Rollout:
-        """The stock engine that throughput is measured against, in this configuration; not waited for.
-
-        It starts on the learner's CPUs, which have less to do then (`bind` moves it), since a compiled one takes minutes.
-        """
+        """The stock engine that throughput is measured against, in this configuration; not waited for."""
         known = self.rollouts.get(FASTEST)
         if known and not _has(known, settings):
             self.stop(FASTEST)
-        return self.start_rollout(FASTEST, cpus=self.threads.learner, **settings)
+        return self.start_rollout(FASTEST, **settings)
 
     def start_trial(self, settings: dict[str, Any]) -> Rollout:
-        """A candidate for the fastest one, bound to the engine's CPUs; the fastest one itself if it is like that."""
+        """A candidate for the fastest one; the fastest one itself if it is like that."""
         known = self.rollouts.get(FASTEST)
         if known and _has(known, settings):
-            return known.ready().bind(self.threads.engine)
+            return known
         return self.start_rollout(f"trial-{'-'.join(map(str, settings.values()))}", **settings)
 
     def stop_rollout(self, rollout: Rollout) -> None:

@@ -52,6 +52,11 @@ def read(folder: str | Path) -> list[Event]:
     return events
 
 
+def token_axis(t: torch.Tensor) -> int:
+    """The axis along which a recorded tensor has its tokens: the first, behind a batch of one where there is one."""
+    return 1 if t.ndim > 2 and t.shape[0] == 1 else 0
+
+
 def unequal(a: torch.Tensor, b: torch.Tensor) -> int:
     """Elements whose bits differ; NaN is never equal. Raises ValueError when shapes or dtypes differ or nothing is compared."""
     if a.numel() != b.numel() or a.dtype != b.dtype or not a.numel():

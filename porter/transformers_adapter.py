@@ -41,10 +41,17 @@ def leaves(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
             operation = "embedding"
         elif isinstance(module, nn.Linear) or any(p.ndim == 2 for p in own.values()):
             operation = "linear"
+        elif isinstance(module, nn.LayerNorm) or "bias" in own:
+            operation = "layer_norm"
         else:
-            operation = "rms_norm" if "bias" not in own else "layer_norm"
+            operation = "rms_norm"
         found[name] = (module, operation)
     return found
+
+
+def weight_of(module: nn.Module) -> torch.Tensor:
+    """Weight of a linear module as [outputs, inputs]; a Conv1D keeps it the other way round."""
+    return module.weight.T if type(module).__name__ == "Conv1D" else module.weight
 
 
 def tree(model: nn.Module) -> list[dict[str, Any]]:

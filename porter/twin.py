@@ -27,8 +27,10 @@ from porter.errors import EngineFault, ExitCode, PorterError, UsageFault
 from porter.twin_config import shrink
 
 LOGIT_STD = 2.0
+CERTAIN = 0.5  # mean probability of the likeliest token from which a twin would test nothing
+GROWTH = 4
 _SECONDS = 900
-_FORMAT = 1  # raise it when the same seed gives other weights
+_FORMAT = 2  # raise it when the same seed gives other weights
 
 
 def make_twin(
@@ -173,21 +175,51 @@ def _fill(model: Any, seed: int) -> None:
 def _scale_logits(model: Any, seed: int) -> None:
     """Scales the output embedding until the logits' standard deviation is near LOGIT_STD.
 
-    By steps of 2**(1/4), so that the weights do not depend on how this machine rounds.
+    By steps of 2**(1/4), so that the weights do not depend on how this machine rounds. A head that is tied to a large
+    embedding says the token it has just read, with certainty: then the embedding shrinks and the last norm grows.
     """
     import torch
 
     head = model.get_output_embeddings().weight
     ids = torch.randint(head.shape[0], (4, 32), generator=torch.Generator().manual_seed(seed))
+
+    def logits() -> Any:
+        return model(input_ids=ids, use_cache=False).logits.float()
+
     with torch.no_grad():
-        for _ in range(16):
-            std = float(model(input_ids=ids, use_cache=False).logits.float().std(-1).mean())
+        for _ in range(32):
+            seen = logits()
+            std = float(seen.std(-1).mean())
             if not math.isfinite(std) or std == 0:
                 raise ValueError(f"its random logits have the standard deviation {std}")
+            tied = head is model.get_input_embeddings().weight
+            if (
+                tied
+                and float((seen * LOGIT_STD / std).softmax(-1).amax(-1).mean()) > CERTAIN
+                and _grow_last_norm(model, logits)
+            ):
+                head.mul_(1 / GROWTH)
+                continue
             step = round(4 * math.log2(LOGIT_STD / std))
             if step == 0:
                 return
             head.mul_(2 ** (step / 4))
+
+
+def _grow_last_norm(model: Any, logits: Any) -> bool:
+    """Multiplies what the last norm gives by GROWTH, whether it multiplies by its weight or by one more than that."""
+    head = model.get_output_embeddings()
+    norms = [m for m in model.modules() if m is not head and getattr(getattr(m, "weight", None), "ndim", 0) == 1]
+    if not norms:
+        return False
+    weight, before = norms[-1].weight, float(logits().std())
+    kept = weight.clone()
+    for grown in (kept * GROWTH, kept + (kept + 1) * (GROWTH - 1)):
+        weight.copy_(grown)
+        if float(logits().std()) > before * GROWTH / 2:
+            return True
+    weight.copy_(kept)
+    return False
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from porter.trace import token_axis
+
 OPERATION_CLASSES = {
     # the base class that says what a vLLM module computes -> operation; the first match in the MRO decides
     "QKVParallelLinear": "linear",
@@ -21,12 +23,18 @@ OPERATION_CLASSES = {
     "ParallelLMHead": "lm_head",
     "VocabParallelEmbedding": "embedding",
     "LogitsProcessor": "logits",
+    "LayerNorm": "layer_norm",
+    "Linear": "linear",  # modules of torch and transformers that vLLM's own backend leaves as they are
+    "Conv1D": "linear",
+    "Embedding": "embedding",
     "Attention": "attention",
     "RMSNorm": "rms_norm",
     "RotaryEmbeddingBase": "rotary",
     "SiluAndMul": "gated_activation",
     "GeluAndMul": "gated_activation",
 }
+SUFFIXES = {"RMSNorm": "rms_norm", "LayerNorm": "layer_norm"}
+"""How a class of a model's own is called that computes a known operation in a form of its own."""
 FACTS = (
     "variance_epsilon", "variance_size_override", "has_weight", "head_size", "rotary_dim", "is_neox_style", "base",
     "num_heads", "num_kv_heads", "sliding_window", "output_sizes", "input_size", "output_size", "approximate", "scale",
@@ -36,7 +44,8 @@ FACTS = (
 
 def operation_of(module: torch.nn.Module) -> str | None:
     """Operation a vLLM module computes, by the first known class in its MRO; None when it only composes others."""
-    return next((OPERATION_CLASSES[c.__name__] for c in type(module).__mro__ if c.__name__ in OPERATION_CLASSES), None)
+    named = next((OPERATION_CLASSES[c.__name__] for c in type(module).__mro__ if c.__name__ in OPERATION_CLASSES), None)
+    return named or next((op for end, op in SUFFIXES.items() if type(module).__name__.endswith(end)), None)
 
 
 def _facts(module: torch.nn.Module) -> dict[str, Any]:
@@ -94,33 +103,36 @@ class WorkerProbe:
         }
 
     def zm_record_start(self) -> int:
-        """From now on, inputs and outputs of every operation are kept (cloned: several kernels write in place)."""
-        self.zm_events, self.zm_hooks, self.zm_step = [], [], 0
-        model = self.model_runner.get_model()
+        """From now on, inputs and outputs of every operation are kept (cloned: several kernels write in place).
 
-        def before(module, args, kwargs):
-            module.zm_pending = [t.detach().clone() for t in _tensors(list(args) + list(kwargs.values()))]
+        Each module's forward is wrapped, not hooked: vLLM's transformers backend calls some forwards directly.
+        """
+        self.zm_events, self.zm_unwrapped = [], []
 
-        def after(name):
-            def hook(module, args, kwargs, output):
-                pending = module.__dict__.pop("zm_pending", None)
-                if pending is not None:
-                    outputs = [t.detach().clone() for t in _tensors(output)]
-                    self.zm_events.append((name, type(module).__name__, operation_of(module), pending, outputs))
+        def wrapped(name, module):
+            stock, kind, operation = module.forward, type(module).__name__, operation_of(module)
 
-            return hook
+            def forward(*args, **kwargs):
+                inputs = [t.detach().clone() for t in _tensors(list(args) + list(kwargs.values()))]
+                output = stock(*args, **kwargs)
+                outputs = [t.detach().clone() for t in _tensors(output)]
+                self.zm_events.append((name, kind, operation, inputs, outputs))
+                return output
 
-        for name, module in model.named_modules():
-            if operation_of(module) is None:
-                continue
-            self.zm_hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self.zm_hooks.append(module.register_forward_hook(after(name), with_kwargs=True))
-        return len(self.zm_hooks) // 2
+            return forward
+
+        for name, module in self.model_runner.get_model().named_modules():
+            if operation_of(module) is not None:
+                self.zm_unwrapped.append((module, module.__dict__.get("forward")))
+                module.forward = wrapped(name, module)
+        return len(self.zm_unwrapped)
 
     def zm_record_stop(self, folder: str) -> int:
-        """Writes events.json and tensors.safetensors, removes the hooks, returns the number of events."""
-        for hook in self.zm_hooks:
-            hook.remove()
+        """Writes events.json and tensors.safetensors, unwraps the modules, returns the number of events."""
+        for module, before in self.zm_unwrapped:
+            del module.forward
+            if before is not None:
+                module.forward = before
         events, tensors = [], {}
         for index, (name, cls, operation, inputs, outputs) in enumerate(self.zm_events):
             for part, values in (("in", inputs), ("out", outputs)):
@@ -157,18 +169,23 @@ class WorkerProbe:
         result: dict[str, dict[str, int]] = {}
         with torch.inference_mode(), safe_open(str(Path(folder) / "tensors.safetensors"), "pt") as tensors:
             for index, event in enumerate(json.loads((Path(folder) / "events.json").read_text())):
-                if event["operation"] not in ("linear", "rms_norm", "gated_activation") or event["name"] in result:
+                if (
+                    event["operation"] not in ("linear", "rms_norm", "layer_norm", "gated_activation")
+                    or event["name"] in result
+                ):
                     continue
                 inputs = [tensors.get_tensor(f"{index}.in.{j}") for j in range(event["inputs"])]
                 outputs = [tensors.get_tensor(f"{index}.out.{j}") for j in range(event["outputs"])]
-                rows = outputs[0].shape[0]
-                if any(t.shape[0] != rows for t in inputs):
+                axis = token_axis(outputs[0])
+                rows = outputs[0].shape[axis]
+                if any(t.shape[axis] != rows for t in inputs):
                     continue
                 module, unequal = modules[event["name"]], {"repeat": 0, "1": 0, "2": 0, "7": 0}
-                for size in (rows, 1, 2, 7):
-                    for start in {0, max(rows - size, 0)}:
-                        again = _tensors(module(*[t[start : start + size].clone() for t in inputs]))
-                        bad = sum(_unequal(a, b[start : start + size]) for a, b in zip(again, outputs, strict=False))
+                for size in (n for n in (rows, 1, 2, 7) if n <= rows):
+                    for start in {0, rows - size}:
+                        again = _tensors(module(*[t.narrow(axis, start, size).clone() for t in inputs]))
+                        parts = [t.narrow(axis, start, size) for t in outputs]
+                        bad = sum(_unequal(a, b) for a, b in zip(again, parts, strict=False))
                         unequal["repeat" if size == rows else str(size)] += bad
                 result[event["name"]] = unequal
         return result
@@ -177,18 +194,6 @@ class WorkerProbe:
         """What the ports in this worker did; empty when no port was loaded at all, which vLLM would only log."""
         state = getattr(self, "zm_port_state", None)
         return state() if state is not None else {}
-
-    def zm_bind(self, before: list[int], after: list[int]) -> int:
-        """Moves every thread that is bound to CPUs of `before` to their like in `after`; returns how many."""
-        import os
-
-        places, moved = dict(zip(before, after, strict=True)), 0
-        for task in map(int, os.listdir("/proc/self/task")):
-            bound = os.sched_getaffinity(task)
-            if bound <= places.keys():
-                os.sched_setaffinity(task, {places[cpu] for cpu in bound})
-                moved += 1
-        return moved
 
     def zm_environment(self) -> dict[str, Any]:
         """What the worker actually runs with: read back here, not assumed outside."""

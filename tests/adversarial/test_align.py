@@ -207,10 +207,6 @@ def test_calls_are_counted_only_where_the_kernel_ran(port_package, tiny_model):
     )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="learner_attention_impl: a cropped cache moves the groups of 32 keys, and with them the rounding",
-)
 def test_generate_with_a_sliding_window_has_the_bits_of_teacher_forcing(plan_of, tiny_model, tmp_path, monkeypatch):
     """The cache keeps the last keys only: the kernel must still walk them from where they stand in the sequence."""
     plan = plan_of("window", dtype="float32")

@@ -78,7 +78,9 @@ def judged(plan: Plan, rollout: Rollout, learner: Learner, checks: list[Check]) 
     ).exit_code
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize(
+    "name", [n if i < 2 else pytest.param(n, marks=pytest.mark.nightly) for i, n in enumerate(ATTACKS)]
+)
 def test_a_port_that_falls_back_is_never_zero(name, twin_job, learner, checkpoint, tmp_path, nobody_left):
     plan = read_plan(sorted(twin_job.folder.glob("plan-*.json"))[-1])
     port = ATTACKS[name](twin_job.port, tmp_path)

@@ -79,7 +79,7 @@ def told(started: subprocess.Popen, out: Path) -> tuple[dict[str, Any], str]:
     return report, lines[0]
 
 
-@pytest.mark.parametrize("victim", ["VLLM::Worker", "porter.learner_server"])
+@pytest.mark.parametrize("victim", ["VLLM::Worker", pytest.param("porter.learner_server", marks=pytest.mark.nightly)])
 def test_a_killed_process_is_exit_6_and_nobody_is_left(victim, twin_job, tmp_path):
     started, processes = checking(twin_job.port, tmp_path / "run")
     os.kill(next(n for n, line in processes.items() if victim in line), signal.SIGKILL)
@@ -89,6 +89,7 @@ def test_a_killed_process_is_exit_6_and_nobody_is_left(victim, twin_job, tmp_pat
     assert gone(processes) == []
 
 
+@pytest.mark.nightly
 def test_ctrl_c_twice_is_exit_130_and_nobody_is_left(twin_job, tmp_path):
     started, processes = checking(twin_job.port, tmp_path / "run")
     started.send_signal(signal.SIGINT)
@@ -99,6 +100,7 @@ def test_ctrl_c_twice_is_exit_130_and_nobody_is_left(twin_job, tmp_path):
     assert gone(processes) == []
 
 
+@pytest.mark.nightly
 def test_engines_end_when_zm_port_itself_is_killed(twin_job, tmp_path):
     started, processes = checking(twin_job.port, tmp_path / "run")
     started.kill()
@@ -120,6 +122,7 @@ def generated(rollout: Any, limit: float) -> Any:
     return rollout.child.ask("generate", limit, prompts=ids, max_tokens=[20] * 4, temperature=1.0)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_hangs_is_ended_by_the_silence_limit(
     checkpoint: Path, tmp_path: Path, nobody_left: Callable[[int], None]
 ):

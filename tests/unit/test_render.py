@@ -54,7 +54,17 @@ def pinned() -> Plan:
     )
 
 
-@pytest.mark.parametrize("made", [plan(), pinned()], ids=["replace", "pin"])
+def modelled() -> Plan:
+    """The rollout on the modelling code, with a norm of the learner's class."""
+    own = {"learner_class": "torch.nn:RMSNorm", "attributes": {"eps": 1e-6, "normalized_shape": [64]}}
+    model = Binding(
+        site="model", op="modelling", choice="adopt", side="rollout", seam="modelling", rollout_modules=("model",)
+    )
+    norm = binding("input_layernorm", "rms_norm", "adopt", "rollout", "custom_op", "norm_modules", **own)
+    return plan(bindings=(model, norm, *plan().bindings[3:]))
+
+
+@pytest.mark.parametrize("made", [plan(), pinned(), modelled()], ids=["replace", "pin", "modelling"])
 def test_every_file_is_valid_formatted_and_lints(made, tmp_path):
     port = render.write(made, tmp_path / "port")
     ruff = [sys.executable, "-m", "ruff"]
@@ -99,6 +109,14 @@ def test_every_file_is_valid_formatted_and_lints(made, tmp_path):
 def test_proofs_written_into_a_plan_do_not_change_its_port():
     proved = tuple(b.model_copy(update={"needed": "24 of 24 tokens"}) for b in plan().bindings)
     assert render.files_of(plan(bindings=proved, index=3)) == render.files_of(plan())
+
+
+def test_a_port_on_the_modelling_code_chooses_it_before_the_model_is_constructed():
+    files = render.files_of(modelled())
+    assert 'model_config.model_impl = "transformers"' in files["zm_port_tiny/rollout_modelling.py"]
+    assert "rollout_modelling.prepare(model_config)" in files["zm_port_tiny/plugin.py"]
+    assert "zm_port_tiny/kernels/norm_modules.py" in files
+    assert "zm_port_tiny/rollout_modelling.py" not in render.files_of(plan())
 
 
 def test_rendering_is_reproducible_and_without_a_time_stamp():

@@ -101,7 +101,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "baseline": mismatch(3400),
         "mismatch": mismatch(),
         "throughput": throughput(),
-        "learner": LearnerSpeed(aligned_step_s=1.1, baseline_step_s=1.0, ratio=1.1, pairs=6),
+        "learner": LearnerSpeed.from_pairs(512, [1.0, 1.1, 1.2], [1.0, 1.0, 1.0], 11, 10),
         "iterations": (
             Iteration(
                 index=0,

@@ -1,0 +1,51 @@
+"""A norm computed by the learner's own class: any kind and rounding that modelling code has, on the rollout.
+
+Shape legend: x [..., C] and parameters of one dtype; y like x.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .operation import operation
+
+_NORMS: dict[str, nn.Module] = {}
+
+_operation = operation(
+    "norm_module(Tensor x, str key, str site) -> Tensor",
+    lambda x, key: _NORMS[key](x).contiguous(),
+    shape=lambda x, *a: torch.empty_like(x),
+)
+
+
+def norm(name: str, attributes: dict[str, Any], owner: nn.Module, site: str) -> Callable:
+    """x -> y by the forward of class `name` ("module:Class") on the parameters of `owner`, whatever is loaded there."""
+    module, _, kind = name.partition(":")
+    cls = getattr(importlib.import_module(module), kind)
+    made = cls.__new__(cls)
+    nn.Module.__init__(made)
+    for attribute, value in attributes.items():
+        setattr(made, attribute, tuple(value) if isinstance(value, list) else value)
+    made._parameters = owner._parameters
+    key = f"{site} {len(_NORMS)}"
+    _NORMS[key] = made
+    return lambda x: _operation(x, key, site)
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """What a norm's forward reads beside its parameters: plain values set by its constructor."""
+    plain = (bool, int, float, str)
+    found: dict[str, Any] = {name: None for name, value in module._parameters.items() if value is None}
+    for name, value in vars(module).items():
+        if name.startswith("_") or name == "training":
+            continue
+        if isinstance(value, plain) or value is None:
+            found[name] = value
+        elif isinstance(value, tuple | list | torch.Size) and all(isinstance(v, plain) for v in value):
+            found[name] = list(value)
+    return found
