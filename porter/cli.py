@@ -39,6 +39,7 @@ Target = Annotated[
 Iterations = Annotated[int, typer.Option("--max-iterations", min=1, help="How many plans to try.")]
 CheckpointOption = Annotated[Path | None, typer.Option("--checkpoint", help="Weights or configuration for a slug.")]
 Twin = Annotated[bool, typer.Option("--twin", help="A small twin of the architecture with random weights.")]
+Full = Annotated[bool, typer.Option("--full", help="Published dimensions, with random weights where there are none.")]
 ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="Threads of the engine and of the learner, each.")]
 Follow = Annotated[
     str,
@@ -66,7 +67,7 @@ def _root(
 def port(
     model: Model, hw: Hw = "auto", out: Out = None, as_json: Json = False, quiet: Quiet = False, seed: Seed = 0, resume: Resume = False,
     target_ratio: Target = 0.9, max_iterations: Iterations = 4, checkpoint: CheckpointOption = None, twin: Twin = False, threads: ThreadsOption = 1,
-    follow: Follow = "", allow_remote_code: RemoteCode = False,
+    follow: Follow = "", full: Full = False, allow_remote_code: RemoteCode = False,
 ) -> None:  # fmt: skip
     """Inspect, plan, render, check, diagnose, prune, bench and report: until the mismatch is zero."""
     from porter import commands
@@ -85,6 +86,7 @@ def port(
         threads,
         allow_remote_code,
         follow,
+        full,
     )
     if as_json:
         from porter.report import json_text

@@ -26,8 +26,15 @@ from porter.rundir import RunDirectory
 
 
 def checkpoint_of(
-    model: str, folder: Path | None, twin: bool, seed: int, allow_remote_code: bool, quiet: bool
+    model: str, folder: Path | None, twin: bool, seed: int, allow_remote_code: bool, quiet: bool, full: bool = False
 ) -> Checkpoint:
+    """The checkpoint that a command runs on: real weights, a small twin, or published dimensions with random weights.
+
+    twin: also where real weights are at hand. full: published dimensions where there are no weights.
+    """
+    if twin and full:
+        raise UsageFault("--twin and --full: a twin is small, --full keeps the published dimensions: give one of them")
+
     def say(what: str, part: float | None = None) -> None:
         if not quiet and sys.stderr.isatty():
             sys.stderr.write(f"\r\033[K{what}{f' {part:.0%}' if part is not None else ''}")
@@ -39,17 +46,20 @@ def checkpoint_of(
     if twin or not found.has_weights:
         from porter.twin import make_twin
 
-        made = cache_folder() / "twins" / f"{found.slug}-{found.revision[:12]}-{seed}"
+        kind = "full" if full else "twin"
+        made = cache_folder() / f"{kind}s" / f"{found.slug}-{found.revision[:12]}-{seed}"
         if not (made / "config.json").exists():
-            make_twin(found.path, made, seed=seed, dtype=found.dtype)
+            say(f"drawing the weights of a {kind}")
+            make_twin(found.path, made, seed=seed, dtype=found.dtype, full=full)
         twin_of = resolve(str(made), allow_remote_code=allow_remote_code)
-        return twin_of.model_copy(update={"slug": f"{found.slug}-twin"})
+        return twin_of.model_copy(update={"slug": f"{found.slug}-{kind}"})
     return found
 
 
 def port(
     model: str, hw: str, out: Path | None, quiet: bool, seed: int, resume: bool, target_ratio: float, max_iterations: int,
     checkpoint: Path | None, twin: bool, threads: int, allow_remote_code: bool, follow: str = "",
+    full: bool = False,
 ) -> Report:  # fmt: skip
     """The whole loop. The report is written whatever happens after the run directory exists."""
     if follow not in ("", "rollout", "learner"):
@@ -57,7 +67,7 @@ def port(
     from porter.loop import TYPICAL, Loop, Settings
 
     target = resolve_hardware(hw)
-    found = checkpoint_of(model, checkpoint, twin, seed, allow_remote_code, quiet)
+    found = checkpoint_of(model, checkpoint, twin, seed, allow_remote_code, quiet, full)
     run = RunDirectory.create(found.slug, target.name, out=out, resume=resume)
     (run.path / "checks.jsonl").unlink(missing_ok=True)
     with Progress(quiet, typical=TYPICAL) as progress:

@@ -22,7 +22,7 @@ from porter.report import Bench, Decode, Report, Throughput, Workload
 from porter.report_pictures import of_throughput
 from porter.rundir import RunDirectory
 
-TWIN = "-twin"
+TWIN, FULL = "-twin", "-full"
 
 
 def read_port(folder: Path) -> tuple[Plan, str]:
@@ -61,7 +61,8 @@ def _loop(
     made, _ = read_port(folder)
     name = made.model.name
     if checkpoint is None:
-        found = checkpoint_of(name.removesuffix(TWIN), None, name.endswith(TWIN), seed, False, quiet)
+        base, kinds = name.removesuffix(TWIN).removesuffix(FULL), (name.endswith(TWIN), name.endswith(FULL))
+        found = checkpoint_of(base, None, kinds[0], seed, False, quiet, kinds[1])
     else:
         found = resolve(str(checkpoint))
     if (found.dtype, found.architecture) != (made.dtype, made.model.architecture):

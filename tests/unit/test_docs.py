@@ -32,7 +32,7 @@ FIELDS = (REPOSITORY / "docs" / "report.md").read_text()
 COMMANDS = get_command(app).commands
 OPTIONS = {o for c in COMMANDS.values() for p in c.params for o in (*p.opts, *p.secondary_opts) if o.startswith("-")}
 FENCE = re.compile(r"^```\w*\n(.*?)^```", re.M | re.S)
-FOLDERS = "porter|kernels|templates|models|requirements|tests|docs"
+FOLDERS = "porter|kernels|templates|models|requirements|tests|docs|examples"
 
 
 def each_document(rule):
