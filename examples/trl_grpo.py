@@ -187,7 +187,7 @@ def main() -> int:
             ratio = [step[f"importance_sampling_ratio/{which}"] for which in ("min", "mean", "max")]
             print(f"{side:5} step {i}: importance sampling ratio min, mean, max: {ratio}")
     ratios = [v for step in result.get("port", []) for name, v in step.items() if "ratio" in name]
-    return 0 if all(v == 1.0 for v in ratios) else 1
+    return 0 if "port" not in result or (ratios and all(v == 1.0 for v in ratios)) else 1
 
 
 if __name__ == "__main__":

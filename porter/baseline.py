@@ -111,7 +111,8 @@ def decide(
     if seen and len(eager) == 2:
         own, other = eager
         note(f"measuring stock {other} against {own}")
-        took = ready(other).generate(seen["prompts"], seen["max_tokens"])["seconds"]
+        ready(other).generate(prompts().short(1), [1])  # the first call of an engine is slower
+        took = up[other].generate(seen["prompts"], seen["max_tokens"])["seconds"]
         measured = {own: {"stock mismatch": seen["seconds"]}, other: {"stock mismatch": took}}
         if max(took, seen["seconds"]) > CLOSE * min(took, seen["seconds"]):
             eager = [min(measured, key=lambda label: measured[label]["stock mismatch"])]

@@ -131,7 +131,7 @@ FOREIGN = 5  # times the stock mismatch
 LAYOUTS = ("padded_left", "padded_right", "packed")
 
 
-def foreign_layouts(learner: Learner, sequences: list[dict[str, Any]], mean: float) -> list[str]:
+def foreign_layouts(learner: Learner, sequences: list[dict[str, Any]], mean: float | None) -> list[str]:
     """Layouts in which the stock modelling code computes another function than for a sequence alone.
 
     Some does not read where packed sequences begin, or counts positions from the padding. mean: the stock mismatch in
@@ -142,7 +142,7 @@ def foreign_layouts(learner: Learner, sequences: list[dict[str, Any]], mean: flo
     found = []
     for layout in LAYOUTS:
         apart = np.abs(np.concatenate(learner.score(short, layout=layout).wait()["logprobs"]) - alone).mean()
-        if not apart <= FOREIGN * max(mean, 1e-4):
+        if np.isfinite(apart) and apart > FOREIGN * max(mean or 0.0, 1e-4):
             found.append(layout)
     return found
 

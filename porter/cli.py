@@ -159,8 +159,7 @@ def check(
         from porter.report import json_text
 
         typer.echo(json_text(report), nl=False)
-    equal = report.verdict == "not_measured" and report.mismatch is not None and report.mismatch.unequal == 0
-    raise typer.Exit(0 if equal else report.ruling.exit_code)  # throughput is not this command's
+    raise typer.Exit(0 if port_commands.is_equal(report) else report.ruling.exit_code)
 
 
 @app.command()

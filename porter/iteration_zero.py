@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from porter import meaning
-from porter.check import Ladder, baseline_rungs, foreign_layouts
+from porter.check import Ladder, Pairs, baseline_rungs, foreign_layouts
 from porter.checkpoint import Checkpoint
 from porter.child import ChildError, Pending
 from porter.errors import Escalation
@@ -23,7 +25,7 @@ from porter.sides import Learner, Rollout, Sides
 CANNOT_RUN = ("ValueError", "NotImplementedError", "ValidationError")
 MODELLING = "stock-modelling"
 FLOAT32 = "stock-float32"
-RECORDED = 40  # prompt tokens of the recorded rollout
+RECORDED = 41  # prompt tokens of the recorded rollout: no number of heads, so that axes cannot be mistaken
 
 
 def record(rollout: Rollout, prompts: Prompts, folder: Path) -> dict[str, Any]:
@@ -125,6 +127,13 @@ def follow_modelling(
     }
 
 
+def reference(pairs: Pairs, sequences: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+    """What the aligned learner is held against: the first rung's sequences, the stock learner's values, their mean error."""
+    learner, rollout = pairs.learner[:tokens], pairs.rollout[:tokens]
+    mean = float(np.mean(np.abs(np.array(learner) - np.array(rollout))))
+    return {"sequences": sequences, "learner": learner, "mean": mean if np.isfinite(mean) else None}
+
+
 def run(
     checkpoint: Checkpoint,
     sides: Sides,
@@ -158,7 +167,7 @@ def run(
         foreign = foreign_layouts(learner, second, ladder.pairs.mismatch().mean_abs)
     return {
         "foreign_layouts": foreign,
-        "reference": {"sequences": first, "learner": ladder.pairs.learner[: rungs[0].tokens]},
+        "reference": reference(ladder.pairs, first, rungs[0].tokens),
         "mismatch": ladder.pairs.mismatch().model_dump(mode="json"),
         "positions": ladder.pairs.by_position().model_dump(mode="json"),
         "profile": profile.model_dump(mode="json"),

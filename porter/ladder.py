@@ -112,7 +112,7 @@ class Climb:
                 continue
             try:
                 refused, ratio = judge(rung, group)
-            except (RuntimeError, ValueError, KeyError, MemoryError) as error:
+            except (RuntimeError, ValueError, KeyError, MemoryError, TypeError, AttributeError) as error:
                 refused, ratio = " ".join(str(error).split())[:160], 1.0
             if refused is None and ratio < self.target:
                 slow.append((ratio, shown, label))
@@ -213,7 +213,8 @@ class Climb:
 
     def _judge_rms_norm(self, rung, group):
         def extra(parts):
-            weight = self.model.get_submodule(parts[0].module).weight.detach()
+            weight = getattr(self.model.get_submodule(parts[0].module), "weight", None)
+            weight = None if weight is None else weight.detach()
             return {"weight": weight, "eps": self.facts[parts[0].event.name]["facts"].get("variance_epsilon")}
 
         return self._judge_follower(rung, group, extra)

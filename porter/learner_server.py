@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import re
+import resource
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +69,17 @@ class LearnerServer:
 
         batch = torch.tensor(ids)
         self.model.requires_grad_(True).zero_grad(set_to_none=True)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
         began = time.perf_counter()
         logits = self.model(input_ids=batch, use_cache=False).logits[:, :-1].flatten(0, 1)
         loss = -self.log_probability(logits, batch[:, 1:].flatten()).mean()
         loss.backward()
         seconds = time.perf_counter() - began
         peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        kilobytes = int(peak.group(1)) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self.model.zero_grad(set_to_none=True)
-        return {"seconds": seconds, "peak_bytes": int(peak.group(1)) * 1024, "loss": float(loss.detach())}
+        return {"seconds": seconds, "peak_bytes": kilobytes * 1024, "loss": float(loss.detach())}
 
     def switch(self, progress, site: str, on: bool) -> bool:
         """Turns one of the port's learner bindings off and on; False where it has none there."""
@@ -105,7 +109,14 @@ class LearnerServer:
         replay = Replay(self.model, ids, traces.read(trace), rollout)
         try:
             comparisons = replay.run()
-        except (ValueError, RuntimeError, IndexError, TypeError) as error:  # the two sides are built otherwise
+        except (
+            ValueError,
+            RuntimeError,
+            IndexError,
+            TypeError,
+            KeyError,
+            AttributeError,
+        ) as error:  # the two sides are built otherwise
             comparisons = replay.comparisons
             replay.unplaced.append(f"replay: {' '.join(str(error).split())[:200]}")
         replayed = time.perf_counter() - began

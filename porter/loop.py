@@ -154,7 +154,7 @@ class Loop:
         self.sides.start_fastest(choice["settings"] if choice else baseline.expected(self.checkpoint))
 
     def _start_next(self, profile: Profile, diagnosis: dict[str, Any]) -> None:
-        if not iteration_zero.gaps(diagnosis):
+        if not iteration_zero.gaps(diagnosis) and not diagnosis["semantic"]:
             render.write(plans.make(profile, diagnosis["bindings"], 1, self.target.name), self.run.port)
             self.sides.start_rollout("aligned", port=self.run.port, package=self.package)
             self._start_fastest()
@@ -288,8 +288,7 @@ class Loop:
             ladder = Ladder(rollout, learner, self.record, stage.advance)
             iteration.check(ladder, self.prompts(3), plan.model.foreign_layouts)
             if reference:
-                mean = self.conclusion.stock.mean_abs
-                iteration.stays_with_the_reference(learner, reference, mean, self.record)
+                iteration.stays_with_the_reference(learner, reference, reference["mean"], self.record)
             calls = iteration.ran(plan, self.package, rollout, learner, self.record)
         mismatch, proof = ladder.pairs.mismatch(), {}
         if not mismatch.unequal:

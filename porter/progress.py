@@ -162,8 +162,8 @@ class Progress:
         low, high = SPEED_LIMITS
         return min(high, max(low, sum(spent[name] for name in known) / expected))
 
-    def final(self, report: Report) -> None:
-        """Print one table and one verdict line."""
+    def final(self, report: Report, instead: str = "") -> None:
+        """Print one table and one verdict line; `instead` of the verdict's where a command measures a part of it."""
         if self.quiet:
             return
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -172,7 +172,8 @@ class Progress:
         for name, value in facts_of(report):
             table.add_row(Text(printable(name)), Text(printable(value)))
         self._console.print(table)
-        line = Text(printable(verdict_line(report)), style=f"bold {VERDICT_COLOURS[report.verdict]}")
+        colour = VERDICT_COLOURS["zero" if instead else report.verdict]
+        line = Text(printable(instead or verdict_line(report)), style=f"bold {colour}")
         self._console.print(line, soft_wrap=True)
 
     def _say(self, text: str) -> None:

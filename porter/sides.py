@@ -274,6 +274,8 @@ class Sides:
 
     def call_fastest(self, rollout: Rollout) -> None:
         """From now on this engine is the fastest stock one."""
+        if self.rollouts.get(FASTEST) not in (None, rollout):
+            self.stop(FASTEST)
         others = {name: other for name, other in self.rollouts.items() if other is not rollout}
         self.rollouts = others | {FASTEST: rollout}
 

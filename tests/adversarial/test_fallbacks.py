@@ -53,9 +53,9 @@ def edited(port: Path, tmp_path: Path, name: str, old: str, new: str) -> Path:
 
 CLAIMED = """
 import sys, types
-other = types.ModuleType("zm_port_dispatcher_1")
+other = types.ModuleType("zm_port_dispatcher_2")
 other.ports, other.attached = {}, {}
-sys.modules["zm_port_dispatcher_1"] = other
+sys.modules["zm_port_dispatcher_2"] = other
 """
 ATTACKS: dict[str, Callable[[Path, Path], Path]] = {
     "plugin is not found": lambda p, t: edited(p, t, "*.dist-info/entry_points.txt", "", ""),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.nightly]
 
 # Parallel residual, LayerNorm, partial rotary, biases: vLLM runs it with its transformers backend.
 GPT_NEOX = {
@@ -36,7 +36,6 @@ def test_a_family_of_the_transformers_backend_reaches_zero(command, tmp_path):
     assert not [c for c in report["checks"] if c["required"] and c["status"] != "pass"]
 
 
-@pytest.mark.nightly
 def test_what_the_catalogue_cannot_place_is_a_task_for_a_person(command, tmp_path):
     done, report = port(command, tmp_path, BLOOM)
     assert done.code == 3 and report["verdict"] == "escalate" and report["throughput"] is None
