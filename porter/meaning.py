@@ -96,7 +96,8 @@ def differences(
         known = facts.get(c.event.name, {"class": c.event.kind, "facts": {}})
         told = {k: v for k, v in known["facts"].items() if k in TOLD.get(c.event.operation, ())}
         named = type(model.get_submodule(c.module)).__name__ if c.module else type(model).__name__
-        options = {k: config[k] for k in OPTIONS.get(c.event.operation, ()) if config.get(k) is not None}
+        before = OPTIONS["rotary"] if c.part == "glue" and c.event.operation == "attention" else ()
+        options = {k: config[k] for k in (*before, *OPTIONS.get(c.event.operation, ())) if config.get(k) is not None}
         found[c.site] = {
             "site": c.site,
             "layer": c.layer,
@@ -104,7 +105,7 @@ def differences(
             "distance": far,
             "rollout_does": _told(known["class"], told),
             "learner_does": _told(f"{named}{' (what it computes before)' if c.part == 'glue' else ''}", c.arguments),
-            "decided_by": _told("config.json", options) if options else "an option that only one side reads",
+            "decided_by": _told("config.json", options)[:300] if options else "an option that only one side reads",
             "apart": f"{far:.1%} of the mean value apart on equal inputs, roundings explain {limit:.1%}",
         }
     return list(found.values())
