@@ -112,4 +112,8 @@ def differences(
 
 
 def _told(name: str, facts: dict[str, Any]) -> str:
+    facts = {
+        k: {n: x for n, x in v.items() if not isinstance(x, list)} if isinstance(v, dict) else v
+        for k, v in facts.items()
+    }
     return name + (": " + ", ".join(f"{k} {v}" for k, v in facts.items() if v is not None) if facts else "")
