@@ -135,15 +135,13 @@ def files_of(plan: Plan) -> dict[str, str]:
             sorted({b.seam for b in installed if b.side != "learner"} | {b.seam for b in attention})
         ),
         "learner_seams": sorted({b.seam for b in installed if b.side != "rollout"}),
-        "rollout_modules": [],
         "learner_modules": [],
         "custom_ops": sorted({b.op for b in installed if b.seam == "custom_op"}),
         "linear_choices": sorted({b.choice for b in installed if b.seam == "linear_method"}),
         "attention_choice": attention[0].choice if attention else "",
         "attention_settings": attention[0].settings if attention else {},
     }
-    for side in ("rollout", "learner"):
-        seen[f"{side}_modules"] = [f"{side}_{seam}" for seam in seen[f"{side}_seams"]]
+    seen["learner_modules"] = [f"learner_{seam}" for seam in seen["learner_seams"]]
     environment, files = _environment(), {}
     for path in sorted(TEMPLATES.rglob("*.j2")):
         name = str(path.relative_to(TEMPLATES)).removesuffix(".j2").replace("package/", f"{package}/", 1)

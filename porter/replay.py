@@ -55,15 +55,16 @@ def places(learner: dict[str, tuple[nn.Module, str]], rollout: dict[str, Any]) -
         if len(parts) > 1 or part != packed
     }
     found, roots = {}, {n.partition(".")[0] for n in names if "." in n}
+    bases = sorted(roots - {"lm_head", "logits_processor"})
     for name in learner:
         mapped = name
         for old, new in rollout["prefixes"].items():
             if mapped.startswith(old):
                 mapped = new + mapped.removeprefix(old)
                 break
-        if mapped not in names and len(roots - {"lm_head", "logits_processor"}) == 1 and "." in mapped:
-            root = next(iter(roots - {"lm_head", "logits_processor"}))  # each side has its own name for the base model
-            mapped = f"{root}.{mapped.partition('.')[2]}" if mapped.partition(".")[0] not in roots else mapped
+        own_root, _, rest = mapped.partition(".")
+        if mapped not in names and len(bases) == 1 and rest and own_root not in roots:
+            mapped = f"{bases[0]}.{rest}"  # each side has its own name for the base model
         parent, _, last = mapped.rpartition(".")
         if mapped in names:
             found[name] = Place(mapped)
@@ -151,9 +152,8 @@ class Replay:
                     return own  # one side scales it inside, the other outside: what the next leaf is fed will tell
             else:
                 fed = event.outputs[1] if operation == "rms_norm" and len(event.outputs) > 1 else event.inputs[0]
-                if (
-                    x.ndim == 4 != fed.ndim and x.shape[1] != len(self.ids) == x.shape[2]
-                ):  # heads first, on this side alone
+                heads_first = x.ndim == 4 != fed.ndim and x.shape[1] != len(self.ids) == x.shape[2]
+                if heads_first:  # on this side alone
                     return self._heads_first(name, operation, stock, event, x)
                 self._glue(name, [x.reshape(fed.shape)], [fed], event)
                 own = stock(fed.reshape(x.shape))
