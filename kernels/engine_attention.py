@@ -19,7 +19,8 @@ BLOCK = PAGE = 128
 
 
 @cache
-def _engine():
+def engine():
+    """`torch.ops._C`: the operations of the engine's shared object for this CPU. RuntimeError without vllm."""
     found = importlib.util.find_spec("vllm")
     if found is None:
         raise RuntimeError("engine_attention: vllm is not installed beside the learner")
@@ -39,7 +40,7 @@ def instruction_set(dtype: torch.dtype, size: int) -> str:
 
 
 def _packed(q, k, v, query_starts, key_starts, scale, window, softcap, split_kv) -> torch.Tensor:
-    ops, size, kv_heads = _engine(), q.shape[-1], k.shape[1]
+    ops, size, kv_heads = engine(), q.shape[-1], k.shape[1]
     isa = instruction_set(q.dtype, size)
     lengths = (key_starts[1:] - key_starts[:-1]).to(torch.int32)
     pages = (lengths + BLOCK - 1) // BLOCK

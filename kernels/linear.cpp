@@ -52,9 +52,8 @@ static void pack_panel(const void* w, uint32_t* out, int64_t first, int64_t n, i
 
 // MR rows times NP panels; a is [MR][lda] words: floats, or pairs of bf16 where PAIRS says so.
 template <int MR, int NP>
-static inline void tile(const float* a, int64_t lda, const uint32_t* panels, int64_t stride, int64_t k, int dtype,
-                        float* out) {
-  F16 acc[MR][NP];
+static inline __attribute__((always_inline)) void tile(const float* a, int64_t lda, const uint32_t* panels, int64_t stride,
+                                                       int64_t k, int dtype, F16 (&acc)[MR][NP]) {
   for (int r = 0; r < MR; r++)
     for (int p = 0; p < NP; p++) acc[r][p] = zero16();
   if (dtype == BF16 && PAIRS) {
@@ -87,25 +86,25 @@ static inline void tile(const float* a, int64_t lda, const uint32_t* panels, int
       }
     }
   }
-  for (int r = 0; r < MR; r++)
-    for (int p = 0; p < NP; p++) store16(out + (r * NP + p) * LANES, acc[r][p]);
 }
 
 template <int MR, int NP>
 static void block(const float* a, int64_t lda, const uint32_t* panels, int64_t stride, int64_t k, int dtype,
                   const void* bias, void* y, int64_t row, int64_t column, int64_t n) {
-  alignas(64) float out[MR * NP * LANES];
-  tile<MR, NP>(a + row * lda, lda, panels, stride, k, dtype, out);
+  F16 acc[MR][NP];
+  tile<MR, NP>(a + row * lda, lda, panels, stride, k, dtype, acc);
+  if (dtype == BF16 && !bias && column + NP * LANES <= n) {  // the common case, in whole registers
+    for (int r = 0; r < MR; r++)
+      for (int p = 0; p < NP; p++) store_bf16((uint16_t*)y + (row + r) * n + column + p * LANES, acc[r][p]);
+    return;
+  }
   for (int r = 0; r < MR; r++)
     for (int p = 0; p < NP; p++) {
       const int64_t first = column + p * LANES, count = std::min<int64_t>(LANES, n - first);
-      if (count == LANES && !bias && dtype == BF16) {  // the common case, in whole registers
-        uint16_t* target = (uint16_t*)y + (row + r) * n + first;
-        for (int c = 0; c < LANES; c++) target[c] = float_to_bf16(out[(r * NP + p) * LANES + c]);
-        continue;
-      }
+      float out[LANES];
+      store16(out, acc[r][p]);
       for (int64_t c = 0; c < count; c++) {
-        float v = out[(r * NP + p) * LANES + c];
+        float v = out[c];
         if (bias) v = v + load_as_float(bias, first + c, dtype);
         store_from_float(y, (row + r) * n + first + c, v, dtype);
       }
@@ -113,29 +112,62 @@ static void block(const float* a, int64_t lda, const uint32_t* panels, int64_t s
 }
 
 static constexpr int ROWS = 6;
-static constexpr bool ONE_REGISTER = sizeof(F16) == 64 && LANES == 16 && alignof(F16) == 64;   // AVX-512
+static constexpr bool ONE_REGISTER = sizeof(F16) == 64 && alignof(F16) == 64;   // AVX-512
 
+template <int NP>
+static void block_of(int rows, const float* a, int64_t lda, const uint32_t* panels, int64_t stride, int64_t k, int dtype,
+                     const void* bias, void* y, int64_t row, int64_t column, int64_t n) {
+  switch (rows) {
+    case 1: return block<1, NP>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
+    case 2: return block<2, NP>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
+    case 3: return block<3, NP>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
+    case 4: return block<4, NP>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
+    case 5: return block<5, NP>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
+    default: return block<6, NP>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
+  }
+}
+
+// Panels taken together: as many as the registers hold beside ROWS rows. Few rows are bound by memory, and more
+// panels at once hide the latency of the accumulation.
+static int panels_together(int64_t m) { return ONE_REGISTER || m == 1 ? 4 : m <= 3 ? 2 : 1; }
+
+// Rows are cut as evenly as blocks of at most ROWS allow: a last block of one row would read every panel for itself.
 static void rows_of(const float* a, int64_t lda, const uint32_t* panels, int count, int64_t stride, int64_t k, int dtype,
                     const void* bias, void* y, int64_t first_row, int64_t last_row, int64_t column, int64_t n) {
+  const int64_t most = count == 4 && !ONE_REGISTER ? 1 : count == 2 && !ONE_REGISTER ? 3 : ROWS;
   int64_t row = first_row;
-  if (count == 4) {  // few rows: four panels at once hide the latency of the accumulation
-    for (; row < last_row; row++) block<1, 4>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
-    return;
+  for (int64_t left = (last_row - first_row + most - 1) / most; left > 0; left--) {
+    const int rows = (int)((last_row - row + left - 1) / left);
+    auto run = count == 4 ? block_of<4> : count == 2 ? block_of<2> : block_of<1>;
+    run(rows, a, lda, panels, stride, k, dtype, bias, y, row, column, n);
+    row += rows;
   }
-  if (count == 2) {
-    if constexpr (ONE_REGISTER)
-      for (; row + ROWS <= last_row; row += ROWS)
-        block<ROWS, 2>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
-    for (; row + 3 <= last_row; row += 3) block<3, 2>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
-    for (; row + 2 <= last_row; row += 2) block<2, 2>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
-    for (; row < last_row; row++) block<1, 2>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
-    return;
+}
+
+// The activations as the tiles read them: floats, or pairs of bf16 in a word. They are used where they lie when they
+// already are that; else a copy is made, to be freed. Null: no memory.
+static const float* activations(const void* x, int64_t x_stride, int64_t m, int64_t k, int dtype, int threads,
+                                int64_t* lda, float** copy) {
+  const bool pairs = dtype == BF16 && PAIRS;
+  *copy = nullptr;
+  *lda = pairs ? x_stride / 2 : x_stride;
+  if (pairs ? k % 2 == 0 && x_stride % 2 == 0 : dtype == FP32) return (const float*)x;
+  *lda = pairs ? (k + 1) / 2 : (k + 1) / 2 * 2;
+  float* a = *copy = (float*)aligned_alloc(64, (m * *lda * 4 + 63) / 64 * 64 + 64);
+  if (!a) return nullptr;
+  const int64_t width = *lda;
+#pragma omp parallel for num_threads(threads) if (m * width > 16384)
+  for (int64_t r = 0; r < m; r++) {
+    const char* p = (const char*)x + r * x_stride * 2;
+    if (pairs) {
+      if (k & 1) a[r * width + k / 2] = 0.0f;
+      memcpy(a + r * width, p, k * 2);
+      continue;
+    }
+    for (int64_t i = 0; i < k; i++) a[r * width + i] = load_as_float(p, i, dtype);
+    if (width > k) a[r * width + k] = 0.0f;
   }
-  for (; row + ROWS <= last_row; row += ROWS)
-    block<ROWS, 1>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
-  for (; row + 4 <= last_row; row += 4) block<4, 1>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
-  for (; row + 2 <= last_row; row += 2) block<2, 1>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
-  for (; row < last_row; row++) block<1, 1>(a, lda, panels, stride, k, dtype, bias, y, row, column, n);
+  return a;
 }
 
 extern "C" {
@@ -152,24 +184,16 @@ void linear_pack(const void* w, uint32_t* packed, int64_t n, int64_t k, int dtyp
 // Returns 0, or 1 when memory is short.
 int linear(const void* x, int64_t x_stride, const void* w, const uint32_t* packed, const void* bias, void* y, int64_t m,
            int64_t n, int64_t k, int dtype, int threads) {
-  const int64_t lda = (k + 1) / 2 * 2, words = panel_words(k, dtype), panels = (n + LANES - 1) / LANES;
-  float* a = (float*)aligned_alloc(64, (m * lda * 4 + 63) / 64 * 64 + 64);
+  if (!m || !n) return 0;
+  const int64_t words = panel_words(k, dtype), panels = (n + LANES - 1) / LANES;
+  int64_t lda;
+  float* copy;
+  const float* a = activations(x, x_stride, m, k, dtype, threads, &lda, &copy);
   if (!a) return 1;
   int failed = 0;
-#pragma omp parallel for num_threads(threads) if (m * lda > 16384)
-  for (int64_t r = 0; r < m; r++) {
-    const char* p = (const char*)x + r * x_stride * (dtype == FP32 ? 4 : 2);
-    if (dtype == BF16 && PAIRS) {
-      if (k & 1) a[r * lda + k / 2] = 0.0f;
-      memcpy(a + r * lda, p, k * 2);
-      continue;
-    }
-    for (int64_t i = 0; i < k; i++) a[r * lda + i] = load_as_float(p, i, dtype);
-    if (lda > k) a[r * lda + k] = 0.0f;
-  }
-  const int wide = m == 1 ? 4 : m <= 3 || ONE_REGISTER ? 2 : 1;
+  const int wide = panels_together(m);
   const int64_t groups = (panels + wide - 1) / wide;
-  const int64_t chunk = std::max<int64_t>(ROWS, 196608 / (lda * 4) / ROWS * ROWS);  // rows of x that stay in L2
+  const int64_t chunk = std::max<int64_t>(ROWS, 196608 / (panel_words(k, dtype) / LANES * 4) / ROWS * ROWS);  // rows of x that stay in L2
   const int64_t chunks = (m + chunk - 1) / chunk;
 #pragma omp parallel num_threads(threads)
   {
@@ -200,7 +224,7 @@ int linear(const void* x, int64_t x_stride, const void* w, const uint32_t* packe
     }
     free(scratch);
   }
-  free(a);
+  free(copy);
   return failed;
 }
 }

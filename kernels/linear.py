@@ -44,11 +44,16 @@ def _kernel() -> ctypes.CDLL:
     return kernel
 
 
+@cache
+def _words(n: int, k: int, dtype: int) -> int:
+    return _kernel().linear_packed_words(n, k, dtype)
+
+
 def pack(w: torch.Tensor) -> torch.Tensor:
     """Panels of 16 output features, laid out as the kernel reads them. w [N, K] -> int32 words."""
     w = w.detach().contiguous()
     n, k = w.shape
-    packed = torch.empty(_kernel().linear_packed_words(n, k, DTYPES[w.dtype]), dtype=torch.int32)
+    packed = torch.empty(_words(n, k, DTYPES[w.dtype]), dtype=torch.int32)
     _kernel().linear_pack(w.data_ptr(), packed.data_ptr(), n, k, DTYPES[w.dtype], torch.get_num_threads())
     return packed
 
@@ -56,14 +61,14 @@ def pack(w: torch.Tensor) -> torch.Tensor:
 def _linear(
     x: torch.Tensor, w: torch.Tensor | None, packed: torch.Tensor | None, b: torch.Tensor | None, n: int
 ) -> torch.Tensor:
-    k = x.shape[-1]
+    k, dtype = x.shape[-1], DTYPES[x.dtype]
     if packed is None and (tuple(w.shape) != (n, k) or w.dtype != x.dtype):
         raise ValueError(f"linear: w {tuple(w.shape)} {w.dtype} for x [..., {k}] {x.dtype} and {n} outputs")
-    if packed is not None and packed.numel() != _kernel().linear_packed_words(n, k, DTYPES[x.dtype]):
+    if packed is not None and packed.numel() != _words(n, k, dtype):
         raise ValueError(f"linear: this packed weight is not one of [{n}, {k}] in {x.dtype}")
     if b is not None and (tuple(b.shape) != (n,) or b.dtype != x.dtype):
         raise ValueError(f"linear: bias {tuple(b.shape)} {b.dtype} for {n} outputs in {x.dtype}")
-    rows = x.reshape(-1, k)
+    rows = x if x.dim() == 2 else x.reshape(-1, k)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     if packed is None:
@@ -79,7 +84,7 @@ def _linear(
         rows.shape[0],
         n,
         k,
-        DTYPES[x.dtype],
+        dtype,
         torch.get_num_threads(),
     )
     if failed:

@@ -24,7 +24,9 @@ _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 def operation(schema: str, compute: Callable, *, shape: Callable | None = None) -> Callable:
     """Registers `compute` as `<package>::<schema>` for CPU tensors and returns the operation.
 
-    Every schema ends with `str site`, by which the calls are counted. `shape` is the fake implementation.
+    Every schema ends with `str site`, by which the calls are counted. `shape` is the fake implementation. Where no
+    gradient is recorded and nothing is compiled the call takes the short way, past torch's dispatcher: a decode step
+    makes hundreds of calls, and each would pay some microseconds.
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
@@ -36,7 +38,14 @@ def operation(schema: str, compute: Callable, *, shape: Callable | None = None) 
     _LIBRARY.impl(name, counted, "CPU")
     if shape is not None:
         torch.library.register_fake(f"{_NAMESPACE}::{name}", lambda *a: shape(*a[:-1]), lib=_LIBRARY)
-    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+    registered = getattr(getattr(torch.ops, _NAMESPACE), name).default
+
+    def call(*arguments):
+        short = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        return (counted if short else registered)(*arguments)
+
+    call.registered = registered
+    return call
 
 
 def with_backward(name: str, backward: Callable, remember: Callable) -> None:

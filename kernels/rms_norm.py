@@ -38,34 +38,57 @@ ROUNDINGS = {"before_weight": reference, "after_weight": weight_in_float32}
 @cache
 def _kernel():
     kernel, i, p, n = library("elementwise"), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
-    kernel.rms_norm_scale.argtypes = [p, p, p, p, i, i, ctypes.c_float, n, n, n]
+    kernel.rms_norm.argtypes = [p, p, p, p, p, i, i, ctypes.c_float, n, n, n, n]
+    kernel.row_sum.argtypes = [p, p, i, i, n]
     return kernel
 
 
-def _scaled(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str) -> torch.Tensor:
-    """The reference's bits: torch reduces (its order is what the modelling code gets), one pass does the rest."""
-    if compiler() is None or (weight is not None and weight.dtype != x.dtype):
-        return ROUNDINGS[rounding](x, weight, eps)
-    mean_square = x.float().pow(2).mean(-1)
-    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    _kernel().rms_norm_scale(
-        x.data_ptr(), mean_square.data_ptr(), None if weight is None else weight.data_ptr(), y.data_ptr(), mean_square.numel(),
-        x.shape[-1], eps, rounding == "before_weight", DTYPES[x.dtype], torch.get_num_threads(),
-    )  # fmt: skip
-    return y
+@cache
+def _lanes(size: int) -> int:
+    """Lanes in which this torch sums a row of `size`; 0 when it sums in an order that the kernel does not know."""
+    x = torch.rand(7, size, generator=torch.Generator().manual_seed(size)).square()
+    y = torch.empty(7)
+    for lanes in (8, 16):
+        _kernel().row_sum(x.data_ptr(), y.data_ptr(), 7, size, lanes)
+        if torch.equal(y / size, x.mean(-1)) and torch.equal(y[:1] / size, x[:1].mean(-1)):
+            return lanes
+    return 0
+
+
+def _address(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, rounding: str):
-    if rounding not in ROUNDINGS or (weight is not None and weight.numel() != x.shape[-1]):
-        raise ValueError(f"rms_norm: weight of {0 if weight is None else weight.numel()} for {x.shape[-1]}, {rounding}")
-    total = x + residual if residual is not None else x.clone()
-    return _scaled(total, weight, eps, rounding), total
+    """The reference's bits in one pass: the kernel sums in torch's order, which is what the modelling code gets."""
+    size = x.shape[-1]
+    if rounding not in ROUNDINGS or (weight is not None and weight.numel() != size):
+        raise ValueError(f"rms_norm: weight of {0 if weight is None else weight.numel()} for {size}, {rounding}")
+    plain = compiler() is None or (weight is not None and weight.dtype != x.dtype)
+    plain = plain or (residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape))
+    if plain or not _lanes(size):
+        total = x + residual if residual is not None else x.clone()
+        return ROUNDINGS[rounding](total, weight, eps), total
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    total = torch.empty(x.shape if residual is not None else 0, dtype=x.dtype)
+    residual = residual if residual is None else residual.contiguous()
+    failed = _kernel().rms_norm(
+        x.data_ptr(), _address(residual), _address(weight), total.data_ptr(), y.data_ptr(), x.numel() // size if size else 0,
+        size, eps, rounding == "before_weight", _lanes(size), DTYPES[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        total = x + residual if residual is not None else x.clone()
+        return ROUNDINGS[rounding](total, weight, eps), total
+    return y, total
 
 
 _operation = operation(
     "rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, str rounding, str site) -> (Tensor, Tensor)",
     _norm,
-    shape=lambda x, *a: (torch.empty_like(x), torch.empty_like(x)),
+    shape=lambda x, residual, *a: (
+        torch.empty_like(x),
+        torch.empty_like(x) if residual is not None else x.new_empty(0),
+    ),
 )
 
 
@@ -84,5 +107,6 @@ LADDER = (
 
 def replay(settings, inputs, *, weight, eps, **_) -> list[torch.Tensor]:
     """What the rollout would compute with this binding on recorded inputs (x) or (x, residual)."""
-    y, total = _norm(inputs[0], inputs[1] if len(inputs) > 1 else None, weight, eps, settings["rounding"])
-    return [y, total]
+    residual = inputs[1] if len(inputs) > 1 else None
+    y, total = _norm(inputs[0], residual, weight, eps, settings["rounding"])
+    return [y] if residual is None else [y, total]

@@ -51,31 +51,27 @@ def plain(x, positions, table, size: int, neox: bool, rounding: str) -> torch.Te
 @cache
 def _kernel():
     kernel, i, p, n = library("elementwise"), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
-    kernel.rotary.argtypes = [p, i, p, p, p, i, i, i, i, i, n, n, n, n]
+    kernel.rotary.argtypes = [p, i, i, p, p, i, i, p, p, p, i, i, i, i, n, n, n, n]
     return kernel
 
 
-def _rotate(x, positions, table, size: int, neox: bool, rounding: str) -> torch.Tensor:
+def _rotary(positions, q, k, table, size, neox, rounding):
+    tokens = q.shape[0]
+    if positions.dtype != torch.int64 or positions.numel() != tokens or rounding not in ROUNDINGS:
+        raise ValueError(f"rotary: {positions.numel()} positions of {positions.dtype} for {tokens} tokens, {rounding}")
+    positions, table = positions.flatten().contiguous(), table.to(q.dtype).contiguous()
     if compiler() is None:
-        return plain(x, positions, table, size, neox, rounding)
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype)
+        return tuple(plain(x, positions, table, size, neox, rounding) for x in (q, k))
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    y, z = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k))
     failed = _kernel().rotary(
-        x.data_ptr(), x.stride(0), y.data_ptr(), positions.data_ptr(), table.data_ptr(), table.shape[0], x.shape[0], x.shape[1] // size, size,
-        table.shape[-1] // 2, neox, rounding == "each_product", DTYPES[x.dtype], torch.get_num_threads(),
+        q.data_ptr(), q.stride(0), q.shape[1] // size, y.data_ptr(), k.data_ptr(), k.stride(0), k.shape[1] // size, z.data_ptr(),
+        positions.data_ptr(), table.data_ptr(), table.shape[0], tokens, size, table.shape[-1] // 2, neox, rounding == "each_product",
+        DTYPES[q.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if failed == 2:
         raise IndexError(f"rotary: a position is outside the table of {table.shape[0]}")
-    return plain(x, positions, table, size, neox, rounding) if failed else y
-
-
-def _rotary(positions, q, k, table, size, neox, rounding):
-    if positions.dtype != torch.int64 or positions.numel() != q.shape[0] or rounding not in ROUNDINGS:
-        raise ValueError(
-            f"rotary: {positions.numel()} positions of {positions.dtype} for {q.shape[0]} tokens, {rounding}"
-        )
-    positions, table = positions.flatten().contiguous(), table.to(q.dtype).contiguous()
-    return tuple(_rotate(x, positions, table, size, neox, rounding) for x in (q, k))
+    return tuple(plain(x, positions, table, size, neox, rounding) for x in (q, k)) if failed else (y, z)
 
 
 _operation = operation(

@@ -108,6 +108,37 @@ static inline uint16_t float_to_bf16(float f) {
   return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+static inline __m512i bf16_words(F16 a) {
+  const __m512i u = _mm512_castps_si512(a.v), one = _mm512_set1_epi32(1);
+  const __m512i even = _mm512_and_si512(_mm512_srli_epi32(u, 16), one);
+  const __m512i r = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), even), 16);
+  return _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+}
+#endif
+
+// Sixteen at once; the bits are those of float_to_bf16.
+static inline void store_bf16(uint16_t* p, F16 a) {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(bf16_words(a)));
+#else
+  float x[16];
+  store16(x, a);
+  for (int i = 0; i < 16; i++) p[i] = float_to_bf16(x[i]);
+#endif
+}
+
+static inline F16 round_bf16(F16 a) {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(bf16_words(a), 16))};
+#else
+  float x[16];
+  store16(x, a);
+  for (int i = 0; i < 16; i++) x[i] = bf16_to_float(float_to_bf16(x[i]));
+  return load16(x);
+#endif
+}
+
 static inline float load_as_float(const void* p, int64_t i, int dtype) {
   if (dtype == BF16) return bf16_to_float(((const uint16_t*)p)[i]);
   if (dtype == FP16) return (float)((const _Float16*)p)[i];
@@ -129,4 +160,31 @@ static inline float sum_lanes(const float* x) {
   for (int i = 0; i < 8; i++) t[i] = x[i] + x[i + 8];
   for (int i = 0; i < 4; i++) t[i] = t[i] + t[i + 4];
   return (t[0] + t[2]) + (t[1] + t[3]);
+}
+
+// Sixteen values of one dtype at element i of p.
+template <int DTYPE>
+static inline F16 load_wide(const void* p, int64_t i) {
+  if (DTYPE == BF16) return widen_bf16((const uint16_t*)p + i);
+  if (DTYPE == FP16) return widen_fp16((const uint16_t*)p + i);
+  return load16((const float*)p + i);
+}
+
+template <int DTYPE>
+static inline void store_narrow(void* p, int64_t i, F16 a) {
+  if (DTYPE == BF16) return store_bf16((uint16_t*)p + i, a);
+  if (DTYPE == FP32) return store16((float*)p + i, a);
+  float x[16];
+  store16(x, a);
+  for (int l = 0; l < 16; l++) ((_Float16*)p)[i + l] = (_Float16)x[l];
+}
+
+template <int DTYPE>
+static inline F16 rounded_to(F16 a) {
+  if (DTYPE == FP32) return a;
+  if (DTYPE == BF16) return round_bf16(a);
+  float x[16];
+  store16(x, a);
+  for (int l = 0; l < 16; l++) x[l] = (float)(_Float16)x[l];
+  return load16(x);
 }

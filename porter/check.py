@@ -103,7 +103,8 @@ class Pairs:
 def baseline_rungs(prompts: Prompts) -> list[Rung]:
     """Iteration 0: at least 3,000 sampled tokens of the stock engine, in parts so that the learner can start early.
 
-    The first part is as long as the longest rung of the check: it is what the aligned learner is held against.
+    The first part is as long as the longest rung of the check; with the second it is what the aligned learner is held
+    against: many tokens, because the errors of one sequence lean the same way.
     """
     parts = [Rung(f"stock batch 8, part {i + 1}", prompts.short(8), [123] * 8) for i in range(3)]
     return [Rung("stock, one long prompt", prompts.long(1, CHUNKED), [TAIL * 3]), *parts]

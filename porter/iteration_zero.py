@@ -39,11 +39,11 @@ def record(rollout: Rollout, prompts: Prompts, folder: Path) -> dict[str, Any]:
 
 
 def diagnose(
-    learner: Learner, recorded: dict[str, Any], folder: Path, target: float, skip: dict[str, list[dict]] | None = None
+    learner: Learner, recorded: dict[str, Any], folder: Path, skip: dict[str, list[dict]] | None = None
 ) -> Pending:
     """Asks the learner for every culprit and for the least binding of each class of sites."""
     seen = {name: recorded[name] for name in ("ids", "rollout", "probe")}
-    return learner.child.request("diagnose", 1800, trace=str(folder.resolve()), target=target, skip=skip, **seen)
+    return learner.child.request("diagnose", 1800, trace=str(folder.resolve()), skip=skip, **seen)
 
 
 def gaps(diagnosis: dict[str, Any]) -> list[str]:
@@ -86,7 +86,7 @@ def ask_in_float32(
 
 
 def follow_modelling(
-    sides: Sides, prompts: Callable[[int], Prompts], folder: Path, target: float, progress: Progress,
+    sides: Sides, prompts: Callable[[int], Prompts], folder: Path, progress: Progress,
     zero: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """The same diagnosis with the rollout on vLLM's transformers backend: both sides run the same modelling code.
@@ -106,7 +106,7 @@ def follow_modelling(
                 return zero
             raise
         recorded = record(rollout, prompts(1), folder)
-        diagnosis = diagnose(learner.ready(), recorded, folder, target).wait()
+        diagnosis = diagnose(learner.ready(), recorded, folder).wait()
         sides.stop(MODELLING)
     if gaps(diagnosis) or diagnosis["semantic"]:
         return zero
@@ -128,7 +128,7 @@ def follow_modelling(
 
 
 def reference(pairs: Pairs, sequences: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
-    """What the aligned learner is held against: the first rung's sequences, the stock learner's values, their mean error."""
+    """What the aligned learner is held against: the first rungs' sequences, the stock learner's values, their mean error."""
     learner, rollout = pairs.learner[:tokens], pairs.rollout[:tokens]
     mean = float(np.mean(np.abs(np.array(learner) - np.array(rollout))))
     return {"sequences": sequences, "learner": learner, "mean": mean if np.isfinite(mean) else None}
@@ -139,7 +139,6 @@ def run(
     sides: Sides,
     prompts: Callable[[int], Prompts],
     trace: Path,
-    target: float,
     progress: Progress,
     afterwards: Callable[[Profile, dict[str, Any]], None],
 ) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def run(
         _start_or_escalate(stock)
     with progress.stage("record and diagnose"):
         recorded = record(stock, prompts(1), trace)
-        pending, treed = diagnose(learner, recorded, trace, target), learner.child.request("tree")
+        pending, treed = diagnose(learner, recorded, trace), learner.child.request("tree")
     rungs = baseline_rungs(prompts(2))
     with progress.stage("stock mismatch", total=sum(r.tokens for r in rungs)) as stage:
         ladder = Ladder(stock, learner, lambda check: None, stage.advance)
@@ -167,7 +166,7 @@ def run(
         foreign = foreign_layouts(learner, second, ladder.pairs.mismatch().mean_abs)
     return {
         "foreign_layouts": foreign,
-        "reference": reference(ladder.pairs, first, rungs[0].tokens),
+        "reference": reference(ladder.pairs, first + second, rungs[0].tokens + rungs[1].tokens),
         "mismatch": ladder.pairs.mismatch().model_dump(mode="json"),
         "positions": ladder.pairs.by_position().model_dump(mode="json"),
         "profile": profile.model_dump(mode="json"),

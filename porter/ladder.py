@@ -1,25 +1,27 @@
 """For each class of sites, the least binding that is enough: climbed on recorded inputs, in the learner's process.
 
-A rung is enough when it is exact on what was recorded, has the properties (row alone = row in any batch; prefill =
-chunk = decode; 1 thread = 2 threads), and does not cost the rollout more than the target allows.
+A rung is enough when it is exact on what was recorded and has the properties (row alone = row in any batch; prefill =
+chunk = decode; 1 thread = 2 threads). Of a linear layer's rungs that are enough, the first is taken that none of the
+others beats by more than GAIN in speed.
 """
 
 from __future__ import annotations
 
 import importlib
-import time
 from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.nn import functional
 
+from porter import race
 from porter.kernels.ladder import Rung
+from porter.race import Entrant
 from porter.replay import Comparison
 from porter.trace import token_axis, unequal
 from porter.transformers_adapter import weight_of
 
 KERNEL = {"lm_head": "linear"}
+GAIN = 1.05  # what a linear layer's higher rung must win in speed to be taken
 NEAR = 1e-5  # mean distance from a float64 reference over its mean value that float32 sums reach
 ACTIVATION = {"SiluAndMul": "silu", "GeluAndMul": "gelu"}
 
@@ -33,13 +35,12 @@ class Climb:
         rollout: dict[str, Any],
         probe: dict[str, dict[str, int]],
         model,
-        target: float,
     ):
         self.groups: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
         for c in comparisons:
             self.groups[c.site, c.operation].append(c)
         self.facts = {m["name"]: m for m in rollout["modules"]}
-        self.probe, self.model, self.target = probe, model, target
+        self.probe, self.model = probe, model
 
     def run(self, skip: dict[str, list[dict]] | None = None) -> list[dict[str, Any]]:
         """One binding per site. `skip` names rungs already refuted on the engine: {site: [{choice, settings}]}."""
@@ -103,7 +104,7 @@ class Climb:
         module = importlib.import_module(f"porter.kernels.{KERNEL.get(operation, operation)}")
         rungs = (*module.LADDER, *self._learner_class(operation, group))
         judge = getattr(self, f"_judge_{KERNEL.get(operation, operation)}")
-        tried, slow = [], []
+        tried, exact = [], []
         for rung in rungs:
             shown = {"choice": rung.choice, "side": rung.side, "seam": rung.seam, "settings": rung.settings}
             label = rung.choice + "".join(f" {k}={v}" for k, v in rung.settings.items() if k != "attributes")
@@ -111,31 +112,27 @@ class Climb:
                 tried.append(f"{label}: refuted on the engine")
                 continue
             try:
-                refused, ratio = judge(rung, group)
+                refused, entrant = judge(rung, group)
             except (RuntimeError, ValueError, KeyError, MemoryError, TypeError, AttributeError) as error:
-                refused, ratio = " ".join(str(error).split())[:160], 1.0
-            if refused is None and ratio < self.target:
-                slow.append((ratio, shown, label))
-                tried.append(f"{label}: exact, at {ratio:.2f} of the fastest stock kernel's speed")
-            elif refused is None:
-                return self._binding(
-                    site, operation, group, shown, "; ".join(tried) or "both stock kernels agree", tried
-                )
-            else:
+                refused, entrant = " ".join(str(error).split())[:160], None
+            if refused is not None:
                 tried.append(f"{label}: {refused}")
-        if slow:
-            _, shown, label = max(slow, key=lambda s: s[0])
-            return self._binding(
-                site, operation, group, shown, "; ".join(tried) + f"; {label} is the fastest exact one", tried
-            )
-        return self._binding(
-            site,
-            operation,
-            group,
-            {"choice": "author", "side": "both", "seam": "", "settings": {}},
-            "; ".join(tried),
-            tried,
-        )
+            elif entrant is None:  # its speed is no question
+                why = "; ".join(tried) or "both stock kernels agree"
+                return self._binding(site, operation, group, shown, why, tried)
+            else:
+                exact.append((label, shown, entrant))
+        if exact:
+            weights = self._weights([c for c in group if c.part == "leaf"][:4])
+            ratios = race.ratios(weights, [entrant for _, _, entrant in exact])
+            tried += [
+                f"{e[0]}: exact, at {r:.2f} of the stock kernel's speed" for e, r in zip(exact, ratios, strict=True)
+            ]
+            label, shown, _ = next(e for e, r in zip(exact, ratios, strict=True) if r * GAIN >= max(ratios))
+            why = "; ".join([*tried, f"{label} is taken: none of the others is {GAIN - 1:.0%} faster"])
+            return self._binding(site, operation, group, shown, why, tried)
+        nobody = {"choice": "author", "side": "both", "seam": "", "settings": {}}
+        return self._binding(site, operation, group, nobody, "; ".join(tried), tried)
 
     def _learner_class(self, operation: str, group: list[Comparison]) -> list[Rung]:
         """The last rung of a norm: the learner's own class on the rollout, where all modules of the site are alike."""
@@ -150,7 +147,7 @@ class Climb:
             return []
         return [Rung("adopt", side="rollout", seam="custom_op", settings=s) for s in found.values()]
 
-    # -- judges: (why refused or None, speed of the rollout against its fastest stock kernel) --
+    # -- judges: why refused, or None; then what runs in the race, w -> (x -> y), or None where speed is no question --
 
     def _probe_of(self, group) -> dict[str, int]:
         total: dict[str, int] = defaultdict(int)
@@ -168,10 +165,10 @@ class Climb:
         rows = sum(v for k, v in probe.items() if k != "repeat")
         return f"rows alone differ from rows in a batch: {rows} elements" if rows else None
 
-    def _judge_follower(self, rung, group, extra) -> tuple[str | None, float]:
+    def _judge_follower(self, rung, group, extra) -> tuple[str | None, Entrant | None]:
         """The rollout follows the learner: replay its recorded inputs through the binding, compare with the learner."""
         if rung.choice == "keep":
-            return self._stock_disagrees(group), 1.0
+            return self._stock_disagrees(group), None
         module = importlib.import_module(f"porter.kernels.{group[0].operation}")
         by_event: dict[int, list[Comparison]] = defaultdict(list)
         for c in group:
@@ -185,7 +182,7 @@ class Climb:
             made = replay(rung.settings, event.inputs, **extra(parts))
             bad = sum(unequal(a.contiguous(), b.reshape(a.shape)) for a, b in zip(made, wanted, strict=False))
             if bad:
-                return f"{bad} elements unequal at {event.name}", 1.0
+                return f"{bad} elements unequal at {event.name}", None
             axis = token_axis(event.inputs[0])
             rows = event.inputs[0].shape[axis]
             for start, size in ((0, 1), (rows - 1, 1), (0, min(7, rows))):
@@ -194,8 +191,8 @@ class Climb:
                 wanted = [t.narrow(axis, start, size) for t in made]
                 bad = sum(unequal(a.contiguous(), b.contiguous()) for a, b in zip(alone, wanted, strict=True))
                 if bad:
-                    return f"rows alone differ at {event.name}: {bad} elements", 1.0
-        return None, 1.0
+                    return f"rows alone differ at {event.name}: {bad} elements", None
+        return None, None
 
     def _own(self, c: Comparison):
         """The learner's norm in the engine's calling convention: (x) or (x, residual) -> y, sum."""
@@ -240,20 +237,21 @@ class Climb:
 
         fed = sum(c.unequal for c in group if c.part == "glue")
         if fed:  # what the rollout feeds this GEMM is not what the modelling code computes: no kernel of ours helps
-            return f"its input differs: {fed} elements, by an operation that is not in the catalogue", 1.0
+            return f"its input differs: {fed} elements, by an operation that is not in the catalogue", None
         leaves_ = [c for c in group if c.part == "leaf"]
-        weights = [weight_of(self.model.get_submodule(c.module)).detach() for c in leaves_[:4]]
+        weights = self._weights(leaves_[:4])
         if rung.choice == "keep":
-            return self._stock_disagrees(leaves_), self._speed(weights, lambda x, w, p: functional.linear(x, w))
+            return self._stock_disagrees(leaves_), race.stock_gemm
         if rung.choice == "pin":
             probe = self._probe_of(leaves_)
             if sum(c.unequal for c in leaves_) or probe["2"] or probe["7"] or probe["repeat"]:
-                return self._stock_disagrees(leaves_), 1.0
+                return self._stock_disagrees(leaves_), None
 
-            def pad(x, w, p):
-                return functional.linear(x.expand(2, -1) if x.shape[0] == 1 else x, w)[: x.shape[0]]
+            def padded(w):
+                gemm = race.stock_gemm(w)
+                return lambda x: gemm(x.expand(2, -1).contiguous())[:1] if x.shape[0] == 1 else gemm(x)
 
-            return None, self._speed(weights, pad)
+            return None, padded
         for c, w in zip(leaves_[:4], weights, strict=False):
             x = c.event.inputs[0].flatten(0, -2)
             y, packed = linear.linear(x, w), linear.pack(w)
@@ -266,31 +264,18 @@ class Climb:
             ):
                 part = x[start : start + size]
                 if unequal(linear.linear(part, None, packed=packed, n=len(w)), y[start : start + size]):
-                    return f"rows alone differ at {c.event.name}", 1.0
+                    return f"rows alone differ at {c.event.name}", None
             if not torch.allclose(y[:4].float(), linear.reference(x[:4], w).float(), rtol=0.02, atol=0.02):
-                return f"far from its reference at {c.event.name}", 1.0
-        return None, self._speed(weights, lambda x, w, p: linear.linear(x, None, packed=p, n=len(w)))
+                return f"far from its reference at {c.event.name}", None
 
-    def _speed(self, weights, candidate) -> float:
-        """Fastest stock kernel's time over the candidate's, the mean over 1, 16 and 256 rows of the largest recorded shape."""
-        from porter.kernels import linear
+        def own(w):
+            packed = linear.pack(w)
+            return lambda x: linear.linear(x, None, packed=packed, n=len(w))
 
-        def seconds(call, *arguments) -> float:
-            call(*arguments)
-            took = []
-            for _ in range(3):
-                began = time.perf_counter()
-                call(*arguments)
-                took.append(time.perf_counter() - began)
-            return sorted(took)[1]
+        return None, own
 
-        w = max(weights, key=lambda w: w.numel())[:4096]
-        packed, wide, ratios = linear.pack(w), w.float(), []
-        for rows in (1, 16, 256):
-            x = torch.randn(rows, w.shape[1], dtype=w.dtype)
-            fastest = min(seconds(functional.linear, x, w), seconds(functional.linear, x.float(), wide))
-            ratios.append(fastest / seconds(candidate, x, w, packed))
-        return sum(ratios) / len(ratios)
+    def _weights(self, leaves: list[Comparison]) -> list[torch.Tensor]:
+        return [weight_of(self.model.get_submodule(c.module)).detach() for c in leaves]
 
     def _judge_attention(self, rung, group):
         from porter.kernels import attention, engine_attention
@@ -298,7 +283,7 @@ class Climb:
         if rung.choice == "keep":
             bad = sum(c.unequal for c in group)
             if bad:
-                return f"{bad} of {sum(c.elements for c in group)} elements unequal", 1.0
+                return f"{bad} of {sum(c.elements for c in group)} elements unequal", None
         kinds: dict[str, tuple[Comparison, dict[str, Any]]] = {}
         for c in group:  # layers may alternate windows or caps: each kind is judged
             kinds.setdefault(
@@ -306,7 +291,7 @@ class Climb:
             )
         for c, facts in kinds.values():
             if facts.get("alibi") or facts.get("sinks"):
-                return "position slopes or sinks are not in the catalogue", 1.0
+                return "position slopes or sinks are not in the catalogue", None
             window, softcap, scale = max(facts.get("sliding_window", -1), 0), facts["softcap"], facts["scale"]
 
             def run(q, k, v, query_starts, key_starts, settings=(scale, window, softcap)):
@@ -321,11 +306,11 @@ class Climb:
                 whole = run(q, k, v, [0, len(q)], [0, len(k)])
                 bad = unequal(whole.reshape(len(q), -1), c.event.outputs[0].reshape(len(q), -1))
                 if bad:
-                    return f"not the engine's bits on recorded inputs: {bad} elements", 1.0
+                    return f"not the engine's bits on recorded inputs: {bad} elements", None
             refused = self._position_invariant(run, q.dtype, facts)
             if refused:
-                return refused, 1.0
-        return None, 1.0
+                return refused, None
+        return None, None
 
     def _position_invariant(self, run, dtype: torch.dtype, facts: dict[str, Any]) -> str | None:
         """Random q, k, v of the model's shape: the reference, prefill against decode, chunks, batches, 1 and 2 threads."""

@@ -96,7 +96,6 @@ class LearnerServer:
         ids: list[int],
         rollout: dict[str, Any],
         probe: dict[str, dict[str, int]],
-        target: float,
         skip: dict[str, list[dict]] | None = None,
     ) -> dict[str, Any]:
         """Replays a recorded rollout, finds every culprit in one pass, climbs the ladder of each class of sites."""
@@ -120,7 +119,7 @@ class LearnerServer:
             comparisons = replay.comparisons
             replay.unplaced.append(f"replay: {' '.join(str(error).split())[:200]}")
         replayed = time.perf_counter() - began
-        bindings = Climb(comparisons, rollout, probe, self.model, target).run(skip)
+        bindings = Climb(comparisons, rollout, probe, self.model).run(skip)
         return {
             "bindings": bindings,
             "unplaced": replay.unplaced,

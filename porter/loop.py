@@ -125,16 +125,13 @@ class Loop:
         """Stock against stock: the mismatch, every culprit, the first plan. `start_next`: the next engines as well."""
         kept = self.run.stage_result("iteration-0", self.key)
         if kept is None:
-            target = self.settings.target_ratio
             following = self._start_next if start_next else lambda *_: None
-            kept = iteration_zero.run(
-                self.checkpoint, self.sides, self.prompts, self.trace, target, self.progress, following
-            )
+            kept = iteration_zero.run(self.checkpoint, self.sides, self.prompts, self.trace, self.progress, following)
             kept = iteration_zero.ask_in_float32(self.sides, self.prompts, self.progress, kept)
             other = kept["diagnosis"]["semantic"]
             if (self.settings.follow == "learner") if other else iteration_zero.gaps(kept["diagnosis"]):
                 folder = self.run.path / "trace-0-modelling"
-                kept = iteration_zero.follow_modelling(self.sides, self.prompts, folder, target, self.progress, kept)
+                kept = iteration_zero.follow_modelling(self.sides, self.prompts, folder, self.progress, kept)
             self.run.stage_done("iteration-0", self.key, kept)
         known, bindings = self.conclusion, kept["diagnosis"]["bindings"]
         known.stock = Mismatch.model_validate(kept["mismatch"])
@@ -225,11 +222,11 @@ class Loop:
 
     def _climb(self, zero: dict[str, Any], skip: dict[str, list[dict[str, Any]]]) -> tuple[plans.Plan, tuple]:
         """Culprits on the aligned sides; their present rung is refuted, the ladder is climbed again without it."""
-        plan, target = self.conclusion.plan, self.settings.target_ratio
+        plan = self.conclusion.plan
         rollout, learner = self.aligned()
         folder = self.run.path / f"trace-{plan.index}"
         recorded = iteration_zero.record(rollout, self.prompts(1), folder)
-        found = iteration_zero.diagnose(learner, recorded, folder, target).wait()
+        found = iteration_zero.diagnose(learner, recorded, folder).wait()
         guilty = {s["site"] for s in found["sites"] if s["unequal"]}
         guilty = guilty or suspects(plan)
         if not guilty:
@@ -244,7 +241,7 @@ class Loop:
         self.sides.stop_all(keep=(FASTEST,))
         stock = self.sides.start_learner("stock").ready()
         trace = self.run.path / zero["trace"]
-        again = iteration_zero.diagnose(stock, zero["recorded"], trace, target, skip).wait()
+        again = iteration_zero.diagnose(stock, zero["recorded"], trace, skip).wait()
         self._refuse_gaps(again)
         bindings = [*zero["modelling"], *again["bindings"]]
         profile, foreign = Profile.model_validate(zero["profile"]), zero["foreign_layouts"]

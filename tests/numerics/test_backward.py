@@ -76,23 +76,23 @@ def test_the_attention_gradients_are_those_of_the_reference(window, softcap, que
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_linear_is_registered_as_torch_expects(dtype, bias):
     x, w, b = drawn((2, 5, 20), (12, 20), (12,), dtype=dtype)
-    torch.library.opcheck(linear._operation, (x, w, None, b if bias else None, 12, "test"))
+    torch.library.opcheck(linear._operation.registered, (x, w, None, b if bias else None, 12, "test"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_is_registered_as_torch_expects(dtype):
     settings = (starts(4, 9), starts(4, 9), 0.2, 0, 0.0)
     q, k, v = learner_layout(9, dtype)
-    torch.library.opcheck(attention.packed, (q, k, v, *settings, None, None, "test"))
+    torch.library.opcheck(attention.packed.registered, (q, k, v, *settings, None, None, "test"))
     grad = torch.ones(9, 4, 32, dtype=dtype)
-    torch.library.opcheck(attention._backward, (grad, q.detach(), k.detach(), v.detach(), *settings, "test"))
+    torch.library.opcheck(attention._backward.registered, (grad, q.detach(), k.detach(), v.detach(), *settings, "test"))
 
 
 @needs_vllm
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_engines_attention_is_registered_as_torch_expects(dtype):
     settings = (starts(4, 9), starts(4, 9), 0.2, 0, 0.0, False, "test")
-    torch.library.opcheck(engine_attention.packed, (*learner_layout(9, dtype), *settings))
+    torch.library.opcheck(engine_attention.packed.registered, (*learner_layout(9, dtype), *settings))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

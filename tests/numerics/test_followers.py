@@ -83,5 +83,5 @@ def test_the_rotary_kernel_has_the_bits_of_its_plain_form(dtype, rounding, neox,
     x, positions = torch.randn(13, 5 * 32).to(dtype)[:, : 3 * 32], torch.randint(0, 90, (13,))
     angles = torch.randn(90, rotated // 2)
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
-    made = rotary._rotate(x, positions, table, 32, neox, rounding)
+    made, other = rotary._rotary(positions, x, x[:, :32], table, 32, neox, rounding)
     assert torch.equal(bits(made), bits(rotary.plain(x, positions, table, 32, neox, rounding)))
