@@ -58,15 +58,6 @@ class Threads:
 FASTEST = "fastest-stock"
 
 
-def beside(worker: tuple[int, ...]) -> tuple[int, ...]:
-    """CPUs for an engine's other processes: not the worker's, where there are others.
-
-    The engine core polls while the worker works. On the worker's CPU it takes its time: one stream was measured at half
-    its speed, on stock and aligned engines alike, for as long as the scheduler left the two together.
-    """
-    return tuple(cpu for cpu in usable_cpus() if cpu not in worker)
-
-
 def _has(rollout: Rollout, settings: dict[str, Any]) -> bool:
     return settings.items() <= rollout.settings.items()
 
@@ -155,7 +146,7 @@ def start_rollout(
     }
     if port is not None:
         more["PYTHONPATH"] = os.pathsep.join(filter(None, [str(port.resolve()), os.environ.get("PYTHONPATH", "")]))
-    child = Child(name, "porter.engine_server", log, environment(threads, beside(cpus), **more))
+    child = Child(name, "porter.engine_server", log, environment(threads, (), **more))
     settings = {
         "dtype": dtype,
         "max_model_len": MAX_LENGTH,
