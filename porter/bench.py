@@ -1,6 +1,8 @@
 """Throughput: interleaved pairs of the aligned engine and the fastest stock one, equal prompts, equal threads.
 
-Both engines stay up; one waits while the other works, the order swaps with every pair, prefix caches are emptied.
+Both engines stay up; one waits while the other works, the order swaps with every pair, prefix caches are emptied. A
+worker of vLLM goes on polling for a second after its last step, on the CPU that both workers are bound to: without the
+pause the next engine runs its first second at half speed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from porter.report import Workload
 from porter.sides import Rollout
 
 STEADY = 30  # seconds
+PAUSE = 1.2  # seconds, longer than an idle worker polls (SpinCondition in vllm's shm_broadcast: 1)
 MOST = 20
 
 
@@ -71,6 +74,7 @@ def pairs(
         order = [("aligned", aligned), ("stock", stock)]
         for name, side in order if done % 2 == 0 else order[::-1]:
             side.forget_prefixes()
+            time.sleep(PAUSE)
             speeds[name].append(load.counted / side.generate(load.prompts, load.max_tokens)["seconds"])
             advance(1 if done < count else 0)
         if done + 1 == count:
