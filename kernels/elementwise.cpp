@@ -20,33 +20,46 @@ static inline float rounded(float x) {
   return x;
 }
 
-static constexpr int64_t MAX_HALF = 256;
+template <int DTYPE>
+static inline void store(void* p, int64_t i, float x) {
+  if (DTYPE == BF16) ((uint16_t*)p)[i] = float_to_bf16(x);
+  else if (DTYPE == FP16) ((_Float16*)p)[i] = (_Float16)x;
+  else ((float*)p)[i] = x;
+}
 
-// x, y [tokens, heads, size]; table [positions, 2 * half] = cos, sin; the first 2 * half of each head turn.
-// Plain arrays between the loads and the stores, so that the compiler can use whole registers.
+// x [tokens, heads, size], rows x_stride apart, turned in place; table [positions, 2 * half] = cos, sin; the first
+// 2 * half of each head turn.
 template <int DTYPE, bool NEOX>
-static void rotate(const void* x, int64_t x_stride, void* y, const int64_t* positions, const void* table, int64_t tokens,
-                   int64_t heads, int64_t size, int64_t half, bool each_product, int threads) {
+static void rotate(void* x, int64_t x_stride, const int64_t* positions, const void* table, int64_t tokens, int64_t heads,
+                   int64_t size, int64_t half, bool each_product, int threads) {
 #pragma omp parallel for num_threads(threads) if (tokens > 8)
   for (int64_t t = 0; t < tokens; t++) {
-    float c[MAX_HALF], s[MAX_HALF], p[MAX_HALF], q[MAX_HALF], u[MAX_HALF], v[MAX_HALF];
     const int64_t row = positions[t] * 2 * half, step = NEOX ? 1 : 2, second = NEOX ? half : 1;
-    for (int64_t i = 0; i < half; i++) c[i] = load<DTYPE>(table, row + i);
-    for (int64_t i = 0; i < half; i++) s[i] = load<DTYPE>(table, row + half + i);
+    const int64_t whole = NEOX ? half / 16 * 16 : 0;
     for (int64_t h = 0; h < heads; h++) {
-      const int64_t from = t * x_stride + h * size, to = (t * heads + h) * size;
-      for (int64_t i = 0; i < half; i++) p[i] = load<DTYPE>(x, from + i * step);
-      for (int64_t i = 0; i < half; i++) q[i] = load<DTYPE>(x, from + i * step + second);
-      if (each_product) {
-        for (int64_t i = 0; i < half; i++) u[i] = rounded<DTYPE>(p[i] * c[i]) + rounded<DTYPE>(-q[i] * s[i]);
-        for (int64_t i = 0; i < half; i++) v[i] = rounded<DTYPE>(q[i] * c[i]) + rounded<DTYPE>(p[i] * s[i]);
-      } else {
-        for (int64_t i = 0; i < half; i++) u[i] = p[i] * c[i] + -q[i] * s[i];
-        for (int64_t i = 0; i < half; i++) v[i] = q[i] * c[i] + p[i] * s[i];
+      const int64_t from = t * x_stride + h * size;
+      for (int64_t i = 0; i < whole; i += 16) {
+        const F16 c = load_wide<DTYPE>(table, row + i), s = load_wide<DTYPE>(table, row + half + i);
+        const F16 p = load_wide<DTYPE>(x, from + i), q = load_wide<DTYPE>(x, from + half + i);
+        F16 pc = mul16(p, c), qs = mul16(mul16(q, set16(-1.0f)), s), qc = mul16(q, c), ps = mul16(p, s);
+        if (each_product) {
+          pc = rounded_to<DTYPE>(pc), qs = rounded_to<DTYPE>(qs);
+          qc = rounded_to<DTYPE>(qc), ps = rounded_to<DTYPE>(ps);
+        }
+        store_narrow<DTYPE>(x, from + i, add16(pc, qs));
+        store_narrow<DTYPE>(x, from + half + i, add16(qc, ps));
       }
-      for (int64_t i = 0; i < half; i++) store_from_float(y, to + i * step, u[i], DTYPE);
-      for (int64_t i = 0; i < half; i++) store_from_float(y, to + i * step + second, v[i], DTYPE);
-      for (int64_t i = 2 * half; i < size; i++) store_from_float(y, to + i, load<DTYPE>(x, from + i), DTYPE);
+      for (int64_t i = whole; i < half; i++) {
+        const float c = load<DTYPE>(table, row + i), s = load<DTYPE>(table, row + half + i);
+        const float p = load<DTYPE>(x, from + i * step), q = load<DTYPE>(x, from + i * step + second);
+        float pc = p * c, qs = -q * s, qc = q * c, ps = p * s;
+        if (each_product) {
+          pc = rounded<DTYPE>(pc), qs = rounded<DTYPE>(qs);
+          qc = rounded<DTYPE>(qc), ps = rounded<DTYPE>(ps);
+        }
+        store<DTYPE>(x, from + i * step, pc + qs);
+        store<DTYPE>(x, from + i * step + second, qc + ps);
+      }
     }
   }
 }
@@ -90,13 +103,6 @@ static float torch_sum(const float* x, int64_t size) {
   for (int64_t r = vectors * WIDTH; r < size; r++) sum += x[r];
   for (int l = 0; l < WIDTH; l++) sum += lanes[l];
   return sum;
-}
-
-template <int DTYPE>
-static inline void store(void* p, int64_t i, float x) {
-  if (DTYPE == BF16) ((uint16_t*)p)[i] = float_to_bf16(x);
-  else if (DTYPE == FP16) ((_Float16*)p)[i] = (_Float16)x;
-  else ((float*)p)[i] = x;
 }
 
 // total = x + residual; y = w * total / sqrt(mean(total^2) + eps). x, residual, total, y [rows, size]; weight [size].
@@ -152,19 +158,17 @@ static int norm(const void* x, const void* residual, const void* weight, void* t
 
 extern "C" {
 
-// Queries q -> y and keys k -> z. Returns 1 when a head is larger than the kernel takes, 2 when a position is outside
-// the table's `rows`.
-int rotary(const void* q, int64_t q_stride, int64_t q_heads, void* y, const void* k, int64_t k_stride, int64_t k_heads, void* z,
-           const int64_t* positions, const void* table, int64_t rows, int64_t tokens, int64_t size, int64_t half, int neox,
-           int each_product, int dtype, int threads) {
-  if (half > MAX_HALF) return 1;
+// Queries and keys, in place. Returns 2 when a position is outside the table's `rows`.
+int rotary(void* q, int64_t q_stride, int64_t q_heads, void* k, int64_t k_stride, int64_t k_heads, const int64_t* positions,
+           const void* table, int64_t rows, int64_t tokens, int64_t size, int64_t half, int neox, int each_product, int dtype,
+           int threads) {
   for (int64_t t = 0; t < tokens; t++)
     if (positions[t] < 0 || positions[t] >= rows) return 2;
   auto halves = dtype == BF16 ? rotate<BF16, true> : dtype == FP16 ? rotate<FP16, true> : rotate<FP32, true>;
   auto pairs = dtype == BF16 ? rotate<BF16, false> : dtype == FP16 ? rotate<FP16, false> : rotate<FP32, false>;
   auto run = neox ? halves : pairs;
-  run(q, q_stride, y, positions, table, tokens, q_heads, size, half, each_product, threads);
-  run(k, k_stride, z, positions, table, tokens, k_heads, size, half, each_product, threads);
+  run(q, q_stride, positions, table, tokens, q_heads, size, half, each_product, threads);
+  run(k, k_stride, positions, table, tokens, k_heads, size, half, each_product, threads);
   return 0;
 }
 

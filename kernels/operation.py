@@ -25,7 +25,7 @@ def operation(schema: str, compute: Callable, *, shape: Callable | None = None) 
     """Registers `compute` as `<package>::<schema>` for CPU tensors and returns the operation.
 
     Every schema ends with `str site`, by which the calls are counted. `shape` is the fake implementation. Where no
-    gradient is recorded and nothing is compiled the call takes the short way, past torch's dispatcher: a decode step
+    gradient is recorded and nothing is traced the call takes the short way, past torch's dispatcher: a decode step
     makes hundreds of calls, and each would pay some microseconds.
     """
     name = schema.split("(")[0]
@@ -41,7 +41,8 @@ def operation(schema: str, compute: Callable, *, shape: Callable | None = None) 
     registered = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
     def call(*arguments):
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        traced = type(arguments[0]) is not torch.Tensor or torch.compiler.is_compiling()
+        if traced or torch.is_grad_enabled():
             return registered(*arguments)
         CALLS[arguments[-1]] += 1
         return compute(*arguments[:-1])

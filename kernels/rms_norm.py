@@ -59,43 +59,54 @@ def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, rounding: str):
-    """The reference's bits in one pass: the kernel sums in torch's order, which is what the modelling code gets."""
+def _into(y: torch.Tensor, x, residual, weight, eps: float, rounding: str) -> None:
+    """Writes the reference's bits to `y`, which may be x, and x + residual to `residual`.
+
+    One pass: the kernel sums in torch's order, which is what the modelling code gets.
+    """
     size = x.shape[-1]
     if rounding not in ROUNDINGS or (weight is not None and weight.numel() != size):
         raise ValueError(f"rms_norm: weight of {0 if weight is None else weight.numel()} for {size}, {rounding}")
-    plain = compiler() is None or (weight is not None and weight.dtype != x.dtype)
-    plain = plain or (residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape))
-    if plain or not _lanes(size):
-        total = x + residual if residual is not None else x.clone()
-        return ROUNDINGS[rounding](total, weight, eps), total
-    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    total = torch.empty(x.shape if residual is not None else 0, dtype=x.dtype)
-    residual = residual if residual is None else residual.contiguous()
-    failed = _kernel().rms_norm(
-        x.data_ptr(), _address(residual), _address(weight), total.data_ptr(), y.data_ptr(), x.numel() // size if size else 0,
-        size, eps, rounding == "before_weight", _lanes(size), DTYPES[x.dtype], torch.get_num_threads(),
-    )  # fmt: skip
-    if failed:
-        total = x + residual if residual is not None else x.clone()
-        return ROUNDINGS[rounding](total, weight, eps), total
-    return y, total
+    alike = all(t.dtype == x.dtype and t.is_contiguous() for t in (x, y, residual, weight) if t is not None)
+    alike = alike and (residual is None or residual.shape == x.shape)
+    if compiler() is not None and alike and _lanes(size):
+        failed = _kernel().rms_norm(
+            x.data_ptr(), _address(residual), _address(weight), _address(residual), y.data_ptr(), x.numel() // size, size,
+            eps, rounding == "before_weight", _lanes(size), DTYPES[x.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+        if not failed:
+            return
+    total = x if residual is None else residual.copy_(x + residual)
+    y.copy_(ROUNDINGS[rounding](total, weight, eps))
 
 
-_operation = operation(
-    "rms_norm(Tensor x, Tensor? residual, Tensor? weight, float eps, str rounding, str site) -> (Tensor, Tensor)",
+def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype)
+    _into(y, x, None, weight, eps, rounding)
+    return y
+
+
+_alone = operation(
+    "rms_norm(Tensor x, Tensor? weight, float eps, str rounding, str site) -> Tensor",
     _norm,
-    shape=lambda x, residual, *a: (
-        torch.empty_like(x),
-        torch.empty_like(x) if residual is not None else x.new_empty(0),
-    ),
+    shape=lambda x, *a: torch.empty_like(x),
+)
+_with_residual = operation(
+    "add_rms_norm(Tensor(a!) x, Tensor(b!) residual, Tensor? weight, float eps, str rounding, str site) -> ()",
+    lambda x, residual, *settings: _into(x, x, residual, *settings),
+    shape=lambda *a: None,
 )
 
 
 def add_rms_norm(x, residual, weight, eps: float, rounding: str, site: str):
-    """Engine calling convention: (x) -> y, or (x, residual) -> (y, x + residual), each rounded to the dtype of x."""
-    y, total = _operation(x, residual, weight, eps, rounding, site)
-    return y if residual is None else (y, total)
+    """Engine calling convention: (x) -> y, or (x, residual) -> (y, x + residual), each rounded to the dtype of x.
+
+    With a residual both are written in place, as the engine's own fused operation does.
+    """
+    if residual is None:
+        return _alone(x, weight, eps, rounding, site)
+    _with_residual(x, residual, weight, eps, rounding, site)
+    return x, residual
 
 
 LADDER = (
@@ -107,6 +118,8 @@ LADDER = (
 
 def replay(settings, inputs, *, weight, eps, **_) -> list[torch.Tensor]:
     """What the rollout would compute with this binding on recorded inputs (x) or (x, residual)."""
-    residual = inputs[1] if len(inputs) > 1 else None
-    y, total = _norm(inputs[0], residual, weight, eps, settings["rounding"])
-    return [y] if residual is None else [y, total]
+    if len(inputs) == 1:
+        return [_norm(inputs[0], weight, eps, settings["rounding"])]
+    x, residual = (t.clone() for t in inputs[:2])
+    _into(x, x, residual, weight, eps, settings["rounding"])
+    return [x, residual]

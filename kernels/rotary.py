@@ -41,9 +41,9 @@ ROUNDINGS = {"each_product": reference, "once": in_float32}
 
 
 def plain(x, positions, table, size: int, neox: bool, rounding: str) -> torch.Tensor:
-    """x [T, H * D] rotated by tensor operations: what the kernel is held against."""
+    """x [T, H * D] turned by tensor operations: what the kernel is held against."""
     cos, sin = table[positions.flatten()].to(x.dtype)[:, None].chunk(2, -1)
-    heads, rotated = x.view(x.shape[0], -1, size), table.shape[-1]
+    heads, rotated = x.reshape(x.shape[0], -1, size), table.shape[-1]
     y = ROUNDINGS[rounding](heads[..., :rotated], cos, sin, neox)
     return (y if rotated == size else torch.cat((y, heads[..., rotated:]), -1)).reshape(x.shape)
 
@@ -51,39 +51,45 @@ def plain(x, positions, table, size: int, neox: bool, rounding: str) -> torch.Te
 @cache
 def _kernel():
     kernel, i, p, n = library("elementwise"), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
-    kernel.rotary.argtypes = [p, i, i, p, p, i, i, p, p, p, i, i, i, i, n, n, n, n]
+    kernel.rotary.argtypes = [p, i, i, p, i, i, p, p, i, i, i, i, n, n, n, n]
     return kernel
 
 
-def _rotary(positions, q, k, table, size, neox, rounding):
+def _rotate(positions, q, k, table, size, neox, rounding) -> None:
+    """Turns q and k in place."""
     tokens = q.shape[0]
     if positions.dtype != torch.int64 or positions.numel() != tokens or rounding not in ROUNDINGS:
         raise ValueError(f"rotary: {positions.numel()} positions of {positions.dtype} for {tokens} tokens, {rounding}")
+    if q.dim() != 2 or k.dim() != 2 or len(k) != tokens or q.dtype != k.dtype or table.shape[-1] > size:
+        raise ValueError(
+            f"rotary: q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, table {tuple(table.shape)}"
+        )
     positions, table = positions.flatten().contiguous(), table.to(q.dtype).contiguous()
-    if compiler() is None:
-        return tuple(plain(x, positions, table, size, neox, rounding) for x in (q, k))
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    y, z = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k))
-    failed = _kernel().rotary(
-        q.data_ptr(), q.stride(0), q.shape[1] // size, y.data_ptr(), k.data_ptr(), k.stride(0), k.shape[1] // size, z.data_ptr(),
-        positions.data_ptr(), table.data_ptr(), table.shape[0], tokens, size, table.shape[-1] // 2, neox, rounding == "each_product",
-        DTYPES[q.dtype], torch.get_num_threads(),
-    )  # fmt: skip
-    if failed == 2:
-        raise IndexError(f"rotary: a position is outside the table of {table.shape[0]}")
-    return tuple(plain(x, positions, table, size, neox, rounding) for x in (q, k)) if failed else (y, z)
+    if compiler() is not None and q.stride(-1) == k.stride(-1) == 1:
+        failed = _kernel().rotary(
+            q.data_ptr(), q.stride(0), q.shape[1] // size, k.data_ptr(), k.stride(0), k.shape[1] // size, positions.data_ptr(),
+            table.data_ptr(), table.shape[0], tokens, size, table.shape[-1] // 2, neox, rounding == "each_product",
+            DTYPES[q.dtype], torch.get_num_threads(),
+        )  # fmt: skip
+        if failed == 2:
+            raise IndexError(f"rotary: a position is outside the table of {table.shape[0]}")
+        if not failed:
+            return
+    for x in (q, k):
+        x.copy_(plain(x, positions, table, size, neox, rounding))
 
 
 _operation = operation(
-    "rotary(Tensor positions, Tensor q, Tensor k, Tensor table, int size, bool neox, str rounding, str site) -> (Tensor, Tensor)",
-    _rotary,
-    shape=lambda positions, q, k, *a: (torch.empty_like(q), torch.empty_like(k)),
+    "rotary(Tensor positions, Tensor(a!) q, Tensor(b!) k, Tensor table, int size, bool neox, str rounding, str site) -> ()",
+    _rotate,
+    shape=lambda *a: None,
 )
 
 
 def rotary(positions, q, k, table, size: int, neox: bool, rounding: str, site: str):
-    """Engine calling convention: (positions, q, k) -> (q, k), both rotated."""
-    return _operation(positions, q, k, table, size, neox, rounding, site)
+    """Engine calling convention: (positions, q, k) -> (q, k), both turned in place as the engine's own operation does."""
+    _operation(positions, q, k, table, size, neox, rounding, site)
+    return q, k
 
 
 LADDER = (
@@ -95,4 +101,6 @@ LADDER = (
 
 def replay(settings, inputs, *, table, size, neox, **_) -> list[torch.Tensor]:
     """What the rollout would compute with this binding on recorded inputs (positions, q, k)."""
-    return list(_rotary(*inputs, table, size, neox, settings["rounding"]))
+    positions, q, k = (t.clone() for t in inputs)
+    _rotate(positions, q, k, table, size, neox, settings["rounding"])
+    return [q, k]

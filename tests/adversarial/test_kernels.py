@@ -138,8 +138,8 @@ def test_norm_rotary_and_gating_row_by_row(rows, dtype):
     positions = torch.arange(rows) % 50
 
     def all_of(a: int, b: int) -> list[torch.Tensor]:
-        made = [*rms_norm.add_rms_norm(x[a:b], r[a:b], w, 1e-5, "before_weight", "t")]
-        made += rotary.rotary(positions[a:b], x[a:b], r[a:b], table, 32, True, "each_product", "t")
+        made = [*rms_norm.add_rms_norm(x[a:b].clone(), r[a:b].clone(), w, 1e-5, "before_weight", "t")]
+        made += rotary.rotary(positions[a:b], x[a:b].clone(), r[a:b].clone(), table, 32, True, "each_product", "t")
         return [*made, gated_activation.gated_activation(x[a:b], "silu", "each_step", "t")]
 
     whole = all_of(0, rows)

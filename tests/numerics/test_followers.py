@@ -18,9 +18,9 @@ def test_add_and_norm_follow_the_modelling_code(dtype):
     x, residual = torch.randn(13, 96).to(dtype), torch.randn(13, 96).to(dtype)
     norm = modeling_llama.LlamaRMSNorm(96, 1e-5).to(dtype)
     norm.weight.data.normal_()
-    y, total = rms_norm.add_rms_norm(x, residual, norm.weight.detach(), 1e-5, "before_weight", "test")
+    y, total = rms_norm.add_rms_norm(x.clone(), residual.clone(), norm.weight.detach(), 1e-5, "before_weight", "test")
     assert torch.equal(bits(total), bits(x + residual)) and torch.equal(bits(y), bits(norm(x + residual).detach()))
-    other, _ = rms_norm.add_rms_norm(x, residual, norm.weight.detach(), 1e-5, "after_weight", "test")
+    other, _ = rms_norm.add_rms_norm(x.clone(), residual.clone(), norm.weight.detach(), 1e-5, "after_weight", "test")
     assert not torch.equal(bits(other), bits(y))  # the rounding point is visible
 
 
@@ -69,10 +69,15 @@ def test_log_probability_at_a_temperature_divides_the_logits():
 @pytest.mark.parametrize("shape", [(1, 576), (40, 96), (7, 3, 65)])
 def test_the_norm_kernel_has_the_bits_of_its_plain_form(dtype, rounding, shape):
     x, w = (torch.randn(shape) * 3).to(dtype), torch.randn(shape[-1]).to(dtype)
-    y, _ = rms_norm._norm(x, None, w, 1e-6, rounding)
+    y = rms_norm._norm(x, w, 1e-6, rounding)
     assert torch.equal(bits(y), bits(rms_norm.ROUNDINGS[rounding](x, w, 1e-6)))
-    y, _ = rms_norm._norm(x, None, None, 1e-6, rounding)
+    y = rms_norm._norm(x, None, 1e-6, rounding)
     assert torch.equal(bits(y), bits(rms_norm.ROUNDINGS[rounding](x, None, 1e-6)))
+    r, total = torch.randn(shape).to(dtype), x.clone()
+    total += r
+    made, residual = rms_norm.add_rms_norm(x.clone(), r.clone(), w, 1e-6, rounding, "test")
+    assert torch.equal(bits(residual), bits(total))
+    assert torch.equal(bits(made), bits(rms_norm.ROUNDINGS[rounding](total, w, 1e-6)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -83,5 +88,8 @@ def test_the_rotary_kernel_has_the_bits_of_its_plain_form(dtype, rounding, neox,
     x, positions = torch.randn(13, 5 * 32).to(dtype)[:, : 3 * 32], torch.randint(0, 90, (13,))
     angles = torch.randn(90, rotated // 2)
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
-    made, other = rotary._rotary(positions, x, x[:, :32], table, 32, neox, rounding)
+    made, key = x.clone(), torch.randn(13, 64).to(dtype)[:, :32]
+    wanted = rotary.plain(key, positions, table, 32, neox, rounding)
+    rotary.rotary(positions, made, key, table, 32, neox, rounding, "test")
+    assert torch.equal(bits(key), bits(wanted))
     assert torch.equal(bits(made), bits(rotary.plain(x, positions, table, 32, neox, rounding)))
