@@ -29,7 +29,7 @@ def climb(tokens: int = 20) -> tuple[Climb, list]:
     event = SimpleNamespace(name="attn", inputs=[torch.randn(tokens, h * 32).bfloat16() for h in (4, 2, 2)], outputs=[])
     comparison = SimpleNamespace(site=SITE, operation="attention", event=event, unequal=1, elements=9)
     tree = {"modules": [{"name": "attn", "operation": "attention", "facts": facts}]}
-    return Climb([comparison], tree, {}, None, 0.9), [comparison]
+    return Climb([comparison], tree, {}, None), [comparison]
 
 
 def test_an_honest_kernel_is_accepted():
