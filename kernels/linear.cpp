@@ -11,7 +11,6 @@
 #include "simd.h"
 #include <algorithm>
 #include <cstdlib>
-#include <vector>
 #ifdef _OPENMP
 #include <omp.h>
 #endif

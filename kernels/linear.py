@@ -62,6 +62,8 @@ def _linear(
     x: torch.Tensor, w: torch.Tensor | None, packed: torch.Tensor | None, b: torch.Tensor | None, n: int
 ) -> torch.Tensor:
     k, dtype = x.shape[-1], DTYPES[x.dtype]
+    if not k:
+        raise ValueError(f"linear: x {tuple(x.shape)} has no input feature")
     if packed is None and (tuple(w.shape) != (n, k) or w.dtype != x.dtype):
         raise ValueError(f"linear: w {tuple(w.shape)} {w.dtype} for x [..., {k}] {x.dtype} and {n} outputs")
     if packed is not None and packed.numel() != _words(n, k, dtype):
@@ -73,6 +75,7 @@ def _linear(
         rows = rows.contiguous()
     if packed is None:
         w = w.contiguous()
+    b = None if b is None else b.contiguous()
     y = torch.empty(*x.shape[:-1], n, dtype=x.dtype)
     failed = _kernel().linear(
         rows.data_ptr(),

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """Dtypes that the C++ kernels take, by their number there (simd.h)."""
@@ -21,12 +22,21 @@ _NAMESPACE = __name__.split(".")[0]
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 
+def _plain(arguments: tuple) -> bool:
+    """Whether the dispatcher would do nothing but call the CPU kernel: no tracer, fake, meta or distributed tensor."""
+    if torch.compiler.is_compiling() or _len_torch_dispatch_stack():
+        return False
+    return all(
+        type(a) in (torch.Tensor, torch.nn.Parameter) and a.is_cpu for a in arguments if isinstance(a, torch.Tensor)
+    )
+
+
 def operation(schema: str, compute: Callable, *, shape: Callable | None = None) -> Callable:
     """Registers `compute` as `<package>::<schema>` for CPU tensors and returns the operation.
 
-    Every schema ends with `str site`, by which the calls are counted. `shape` is the fake implementation. Where no
-    gradient is recorded and nothing is traced the call takes the short way, past torch's dispatcher: a decode step
-    makes hundreds of calls, and each would pay some microseconds.
+    Every schema ends with `str site`, by which the calls are counted. `shape` is the fake implementation. In inference
+    mode, on plain CPU tensors with nothing looking on, the call takes the short way past torch's dispatcher: a decode
+    step makes hundreds of calls, and each would pay some microseconds.
     """
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
@@ -41,8 +51,7 @@ def operation(schema: str, compute: Callable, *, shape: Callable | None = None) 
     registered = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
     def call(*arguments):
-        traced = type(arguments[0]) is not torch.Tensor or torch.compiler.is_compiling()
-        if traced or torch.is_grad_enabled():
+        if not torch.is_inference_mode_enabled() or not _plain(arguments):
             return registered(*arguments)
         CALLS[arguments[-1]] += 1
         return compute(*arguments[:-1])

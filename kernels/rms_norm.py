@@ -46,11 +46,14 @@ def _kernel():
 @cache
 def _lanes(size: int) -> int:
     """Lanes in which this torch sums a row of `size`; 0 when it sums in an order that the kernel does not know."""
-    x = torch.rand(7, size, generator=torch.Generator().manual_seed(size)).square()
-    y = torch.empty(7)
+    rows, plain = max(64, min(512, (1 << 20) // size)), {"dtype": torch.float32, "device": "cpu"}
+    x = torch.randn(rows, size, generator=torch.Generator().manual_seed(size), **plain).square()
+    y = torch.empty(rows, **plain)
     for lanes in (8, 16):
-        _kernel().row_sum(x.data_ptr(), y.data_ptr(), 7, size, lanes)
-        if torch.equal(y / size, x.mean(-1)) and torch.equal(y[:1] / size, x[:1].mean(-1)):
+        _kernel().row_sum(x.data_ptr(), y.data_ptr(), rows, size, lanes)
+        made = (y, y[:1], y / size)
+        wanted = (x.sum(-1), x[:1].sum(-1), x.mean(-1))
+        if all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(made, wanted, strict=True)):
             return lanes
     return 0
 
@@ -81,7 +84,7 @@ def _into(y: torch.Tensor, x, residual, weight, eps: float, rounding: str) -> No
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rounding: str) -> torch.Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _into(y, x, None, weight, eps, rounding)
     return y
 
@@ -105,6 +108,8 @@ def add_rms_norm(x, residual, weight, eps: float, rounding: str, site: str):
     """
     if residual is None:
         return _alone(x, weight, eps, rounding, site)
+    if torch.is_grad_enabled() and (x.requires_grad or residual.requires_grad):
+        raise ValueError("rms_norm: written in place, so it has no gradient; call it under torch.no_grad()")
     _with_residual(x, residual, weight, eps, rounding, site)
     return x, residual
 

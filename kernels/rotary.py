@@ -60,7 +60,15 @@ def _rotate(positions, q, k, table, size, neox, rounding) -> None:
     tokens = q.shape[0]
     if positions.dtype != torch.int64 or positions.numel() != tokens or rounding not in ROUNDINGS:
         raise ValueError(f"rotary: {positions.numel()} positions of {positions.dtype} for {tokens} tokens, {rounding}")
-    if q.dim() != 2 or k.dim() != 2 or len(k) != tokens or q.dtype != k.dtype or table.shape[-1] > size:
+    if (
+        q.dim() != 2
+        or k.dim() != 2
+        or len(k) != tokens
+        or q.dtype != k.dtype
+        or table.shape[-1] > size
+        or q.shape[1] % size
+        or k.shape[1] % size
+    ):
         raise ValueError(
             f"rotary: q {tuple(q.shape)} {q.dtype}, k {tuple(k.shape)} {k.dtype}, table {tuple(table.shape)}"
         )
@@ -88,6 +96,8 @@ _operation = operation(
 
 def rotary(positions, q, k, table, size: int, neox: bool, rounding: str, site: str):
     """Engine calling convention: (positions, q, k) -> (q, k), both turned in place as the engine's own operation does."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        raise ValueError("rotary: written in place, so it has no gradient; call it under torch.no_grad()")
     _operation(positions, q, k, table, size, neox, rounding, site)
     return q, k
 

@@ -69,15 +69,16 @@ def pairs(
     for side in (aligned, stock):
         side.generate(load.prompts[:1], [1])
     speeds: dict[str, list[float]] = {"aligned": [], "stock": []}
-    began, wanted = time.perf_counter(), count
+    took, wanted = 0.0, count
     while (done := len(speeds["stock"])) < wanted:
         order = [("aligned", aligned), ("stock", stock)]
         for name, side in order if done % 2 == 0 else order[::-1]:
             side.forget_prefixes()
             time.sleep(PAUSE)
-            speeds[name].append(load.counted / side.generate(load.prompts, load.max_tokens)["seconds"])
+            seconds = side.generate(load.prompts, load.max_tokens)["seconds"]
+            took += seconds
+            speeds[name].append(load.counted / seconds)
             advance(1 if done < count else 0)
         if done + 1 == count:
-            took = time.perf_counter() - began
             wanted = max(count, min(MOST, int(STEADY / took * count)))
     return Workload.from_pairs(load.name, speeds["aligned"], speeds["stock"])

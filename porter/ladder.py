@@ -124,6 +124,9 @@ class Climb:
                 exact.append((label, shown, entrant))
         if exact:
             weights = self._weights([c for c in group if c.part == "leaf"][:4])
+            if len(exact) == 1 or not weights:  # nothing to choose between, or nothing to time it on
+                why = "; ".join(tried) or "both stock kernels agree"
+                return self._binding(site, operation, group, exact[0][1], why, tried)
             ratios = race.ratios(weights, [entrant for _, _, entrant in exact])
             tried += [
                 f"{e[0]}: exact, at {r:.2f} of the stock kernel's speed" for e, r in zip(exact, ratios, strict=True)

@@ -38,7 +38,7 @@ def stock_gemm(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return gemm
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def ratios(weights: list[torch.Tensor], entrants: list[Entrant]) -> list[float]:
     """Stock kernel's time over each entrant's, the mean over ROWS, on the largest of `weights` [N, K].
 

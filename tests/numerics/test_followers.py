@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from porter.kernels import gated_activation, log_probability, rms_norm, rotary
+from porter.kernels import gated_activation, linear, log_probability, rms_norm, rotary
 
 
 def bits(x):
@@ -93,3 +93,49 @@ def test_the_rotary_kernel_has_the_bits_of_its_plain_form(dtype, rounding, neox,
     rotary.rotary(positions, made, key, table, 32, neox, rounding, "test")
     assert torch.equal(bits(key), bits(wanted))
     assert torch.equal(bits(made), bits(rotary.plain(x, positions, table, 32, neox, rounding)))
+
+
+def test_the_norms_fast_path_is_taken_here_and_a_wrong_order_of_summation_is_seen(monkeypatch):
+    """Where torch sums in another order than the kernel the bits must still be torch's, by the plain form."""
+    if rms_norm.compiler() is None:
+        pytest.skip("no C++ compiler on this machine: the plain form is all there is")
+    assert rms_norm._lanes(576) in (8, 16)
+    other = 24 - rms_norm._lanes(576)
+    x, y = torch.randn(64, 576).square(), torch.empty(64)
+    rms_norm._kernel().row_sum(x.data_ptr(), y.data_ptr(), 64, 576, other)
+    assert not torch.equal(y, x.sum(-1))
+    x, w = torch.randn(5, 576).bfloat16(), torch.randn(576).bfloat16()
+    fast = rms_norm._norm(x, w, 1e-6, "before_weight")
+    monkeypatch.setattr(rms_norm, "_lanes", lambda size: 0)
+    assert torch.equal(bits(fast), bits(rms_norm._norm(x, w, 1e-6, "before_weight")))
+
+
+def test_the_probe_does_not_depend_on_the_default_dtype():
+    if rms_norm.compiler() is None:
+        pytest.skip("no C++ compiler on this machine: nothing is probed")
+    wanted = rms_norm._lanes.__wrapped__(576)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert rms_norm._lanes.__wrapped__(576) == wanted
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_short_way_is_not_taken_by_tensors_without_memory():
+    x, w = torch.empty(3, 64, device="meta"), torch.empty(64, device="meta")
+    with torch.inference_mode():
+        assert rms_norm.add_rms_norm(x, None, w, 1e-6, "before_weight", "test").shape == (3, 64)
+        assert linear.linear(x, torch.empty(8, 64, device="meta")).shape == (3, 8)
+
+
+def test_what_writes_in_place_refuses_a_gradient():
+    x, r = torch.randn(3, 64, requires_grad=True), torch.randn(3, 64)
+    with pytest.raises(ValueError, match="no gradient"):
+        rms_norm.add_rms_norm(x * 2, r, None, 1e-6, "before_weight", "test")
+    with pytest.raises(ValueError, match="no gradient"):
+        rotary.rotary(torch.arange(3), x * 2, r, torch.zeros(3, 32), 32, True, "once", "test")
+
+
+def test_no_input_feature_is_refused():
+    with pytest.raises(ValueError, match="no input feature"):
+        linear.linear(torch.empty(3, 0), torch.empty(8, 0))
