@@ -22,9 +22,7 @@ static inline float rounded(float x) {
 
 template <int DTYPE>
 static inline void store(void* p, int64_t i, float x) {
-  if (DTYPE == BF16) ((uint16_t*)p)[i] = float_to_bf16(x);
-  else if (DTYPE == FP16) ((_Float16*)p)[i] = (_Float16)x;
-  else ((float*)p)[i] = x;
+  store_from_float(p, i, x, DTYPE);
 }
 
 // x [tokens, heads, size], rows x_stride apart, turned in place; table [positions, 2 * half] = cos, sin; the first

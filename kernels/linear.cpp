@@ -192,7 +192,8 @@ int linear(const void* x, int64_t x_stride, const void* w, const uint32_t* packe
   int failed = 0;
   const int wide = panels_together(m);
   const int64_t groups = (panels + wide - 1) / wide;
-  const int64_t chunk = std::max<int64_t>(ROWS, 196608 / (panel_words(k, dtype) / LANES * 4) / ROWS * ROWS);  // rows of x that stay in L2
+  // rows of x that stay in L2
+  const int64_t chunk = std::max<int64_t>(ROWS, 196608 / (words / LANES * 4) / ROWS * ROWS);
   const int64_t chunks = (m + chunk - 1) / chunk;
 #pragma omp parallel num_threads(threads)
   {

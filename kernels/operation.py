@@ -51,10 +51,8 @@ def operation(schema: str, compute: Callable, *, shape: Callable | None = None) 
     registered = getattr(getattr(torch.ops, _NAMESPACE), name).default
 
     def call(*arguments):
-        if not torch.is_inference_mode_enabled() or not _plain(arguments):
-            return registered(*arguments)
-        CALLS[arguments[-1]] += 1
-        return compute(*arguments[:-1])
+        short = torch.is_inference_mode_enabled() and _plain(arguments)
+        return (counted if short else registered)(*arguments)
 
     call.registered = registered
     return call

@@ -72,10 +72,11 @@ def _into(y: torch.Tensor, x, residual, weight, eps: float, rounding: str) -> No
         raise ValueError(f"rms_norm: weight of {0 if weight is None else weight.numel()} for {size}, {rounding}")
     alike = all(t.dtype == x.dtype and t.is_contiguous() for t in (x, y, residual, weight) if t is not None)
     alike = alike and (residual is None or residual.shape == x.shape)
-    if compiler() is not None and alike and _lanes(size):
+    lanes = _lanes(size) if alike and compiler() is not None else 0
+    if lanes:
         failed = _kernel().rms_norm(
             x.data_ptr(), _address(residual), _address(weight), _address(residual), y.data_ptr(), x.numel() // size, size,
-            eps, rounding == "before_weight", _lanes(size), DTYPES[x.dtype], torch.get_num_threads(),
+            eps, rounding == "before_weight", lanes, DTYPES[x.dtype], torch.get_num_threads(),
         )  # fmt: skip
         if not failed:
             return

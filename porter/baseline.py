@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from porter import hardware
-from porter.bench import PAUSE
+from porter.bench import seconds_alone
 from porter.checkpoint import Checkpoint, cache_folder
 from porter.prompts import Prompts
 from porter.sides import Rollout, Sides, Threads
@@ -68,9 +67,7 @@ def measure(rollouts: dict[str, Rollout], prompts: Callable[[], Prompts], rounds
     for i in range(rounds):
         for load, ids, tokens in short_workloads(prompts()):
             for name in list(rollouts) if i % 2 == 0 else list(rollouts)[::-1]:
-                rollouts[name].forget_prefixes()
-                time.sleep(PAUSE)
-                took[name].setdefault(load, []).append(rollouts[name].generate(ids, tokens)["seconds"])
+                took[name].setdefault(load, []).append(seconds_alone(rollouts[name], ids, tokens))
     return {name: {load: statistics.median(seconds) for load, seconds in loads.items()} for name, loads in took.items()}
 
 

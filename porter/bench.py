@@ -55,6 +55,13 @@ def long_loads(prompts: Prompts) -> list[Load]:
     ]
 
 
+def seconds_alone(side: Rollout, prompts: list[list[int]], max_tokens: list[int]) -> float:
+    """Seconds of one run with an empty prefix cache, when every other engine has gone idle."""
+    side.forget_prefixes()
+    time.sleep(PAUSE)
+    return side.generate(prompts, max_tokens)["seconds"]
+
+
 def pairs(
     aligned: Rollout,
     stock: Rollout,
@@ -73,9 +80,7 @@ def pairs(
     while (done := len(speeds["stock"])) < wanted:
         order = [("aligned", aligned), ("stock", stock)]
         for name, side in order if done % 2 == 0 else order[::-1]:
-            side.forget_prefixes()
-            time.sleep(PAUSE)
-            seconds = side.generate(load.prompts, load.max_tokens)["seconds"]
+            seconds = seconds_alone(side, load.prompts, load.max_tokens)
             took += seconds
             speeds[name].append(load.counted / seconds)
             advance(1 if done < count else 0)

@@ -38,6 +38,11 @@ def stock_gemm(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return gemm
 
 
+def _in_float32(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    wide = w.float()
+    return lambda x: functional.linear(x.float(), wide)
+
+
 @torch.inference_mode()
 def ratios(weights: list[torch.Tensor], entrants: list[Entrant]) -> list[float]:
     """Stock kernel's time over each entrant's, the mean over ROWS, on the largest of `weights` [N, K].
@@ -47,23 +52,21 @@ def ratios(weights: list[torch.Tensor], entrants: list[Entrant]) -> list[float]:
     """
     w = max(weights, key=lambda w: w.numel())[:4096]
     copies = [w.clone() for _ in range(max(1, min(128, COLD // (w.numel() * w.element_size()))))]
-    runners = [[make(w) for w in copies] for make in (stock_gemm, *entrants)]
-    wide = [
-        (lambda x, w=v: functional.linear(x.float(), w)) for v in (w.float() for w in copies[: len(copies) // 2 + 1])
-    ]
-    found = [[] for _ in entrants]
+    runners = {make: [make(w) for w in copies] for make in (stock_gemm, *entrants)}
+    runners[_in_float32] = [_in_float32(w) for w in copies[: len(copies) // 2 + 1]]
+    found = {make: [] for make in entrants}
     for rows in ROWS:
         x, many = torch.randn(rows, w.shape[1], dtype=w.dtype), len(copies) if rows < ROWS[-1] else 2
-        took = [[] for _ in range(len(runners) + 1)]
+        took = {make: [] for make in runners}
         for turn in range(1 + ROUNDS):
-            for seconds, calls in zip(took, [*runners, wide], strict=True):
+            for make, calls in runners.items():
                 some, began = calls[:many], time.perf_counter()
                 for call in some:
                     call(x)
                 if turn:  # the first is slower
-                    seconds.append((time.perf_counter() - began) / len(some))
-        stock, *others, in_float32 = (sorted(seconds)[ROUNDS // 2] for seconds in took)
-        for speed, make, seconds in zip(found, entrants, others, strict=True):
-            own = stock if make == stock_gemm else seconds
-            speed.append(min(stock, in_float32) / own)
-    return [sum(speed) / len(speed) for speed in found]
+                    took[make].append((time.perf_counter() - began) / len(some))
+        median = {make: sorted(seconds)[ROUNDS // 2] for make, seconds in took.items()}
+        stock = min(median[stock_gemm], median[_in_float32])
+        for make, speeds in found.items():
+            speeds.append(stock / median[make])
+    return [sum(found[make]) / len(ROWS) for make in entrants]
