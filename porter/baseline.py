@@ -1,8 +1,9 @@
 """Which stock configuration is the fastest on this machine: measured once, kept in the user's cache.
 
 Candidates: the checkpoint's dtype and float32 (on a CPU without bfloat16 arithmetic float32 is several times faster),
-eager, then compiled for the dtype that won. The choice is the least time over all workloads together; compiled must
-win by more than COMPILE_MARGIN, because every start of it costs minutes. All figures are kept, so nothing is hidden.
+each eager and compiled. The choice is the least time over all workloads together. A start costs half a minute to two, so
+iteration 0 gathers what needs none: the eager engine's times before it stops, and how long linear layers take in either
+dtype. What is behind by that is ruled out, everything else runs interleaved rounds. All figures are kept.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from porter import hardware
-from porter.bench import seconds_alone
+from porter.bench import Turns
 from porter.checkpoint import Checkpoint, cache_folder
 from porter.prompts import Prompts
-from porter.sides import Rollout, Sides, Threads
+from porter.sides import Learner, Rollout, Sides, Threads
 from porter.storage import atomic_write, digest_of
 
-COMPILE_MARGIN = 1.05
-CLOSE = 1.5  # dtypes nearer than this are measured in interleaved rounds before one is chosen
-ROUNDS = 2
+CLEARLY = 1.2  # times as long: linear layers are not all of a step
+ROUNDS = 4
 BFLOAT16_ISA = ("amx", "avx512_bf16", "arm64_bf16")
 
 
@@ -59,15 +59,18 @@ def known(key: str) -> dict[str, Any] | None:
         return None
 
 
-def measure(rollouts: dict[str, Rollout], prompts: Callable[[], Prompts], rounds: int) -> dict[str, dict[str, float]]:
+def measure(
+    rollouts: dict[str, Rollout], prompts: Callable[[], Prompts], rounds: int = ROUNDS
+) -> dict[str, dict[str, float]]:
     """Seconds of each short workload on each running engine: medians over interleaved rounds, the order swapped."""
     took: dict[str, dict[str, list[float]]] = {name: {} for name in rollouts}
+    turns = Turns()
     for rollout in rollouts.values():
         rollout.generate(prompts().short(1), [1])  # the first call of an engine is slower
     for i in range(rounds):
         for load, ids, tokens in short_workloads(prompts()):
             for name in list(rollouts) if i % 2 == 0 else list(rollouts)[::-1]:
-                took[name].setdefault(load, []).append(seconds_alone(rollouts[name], ids, tokens))
+                took[name].setdefault(load, []).append(turns.seconds(rollouts[name], ids, tokens))
     return {name: {load: statistics.median(seconds) for load, seconds in loads.items()} for name, loads in took.items()}
 
 
@@ -81,59 +84,60 @@ def expected(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"dtype": checkpoint.dtype if native else "float32", "enforce_eager": False}
 
 
+def gather(stock: Rollout, learner: Learner, prompts: Callable[[], Prompts]) -> dict[str, Any]:
+    """What iteration 0 can tell: seconds of the stock engine, eager, and the linear layers' time in float32 over theirs."""
+    ratio = learner.child.request("float32_time", 600)
+    return {"eager": measure({"eager": stock}, prompts)["eager"], "float32_time": ratio.wait()}
+
+
+def _label(settings: dict[str, Any]) -> str:
+    return f"{settings['dtype']} {'eager' if settings['enforce_eager'] else 'compiled'}"
+
+
+def _ruled_out(
+    candidate: dict[str, Any], best: dict[str, Any], seconds: dict[str, float], gathered: dict[str, Any], own: str
+) -> str:
+    """Why a candidate is out without a start of its own; empty where it has to be measured."""
+    if gathered and candidate["dtype"] != best["dtype"]:
+        times = [t if candidate["dtype"] == "float32" else 1 / t for t in gathered["float32_time"]]
+        if times and min(times) >= CLEARLY:
+            return f"its linear layers alone take {min(times):.1f} to {max(times):.1f} times as long"
+    elif gathered and candidate["dtype"] == own and _total(gathered["eager"]) >= _total(seconds):
+        return ", ".join(f"{load} {took:.2f} s" for load, took in gathered["eager"].items())
+    return ""
+
+
 def decide(
     key: str, checkpoint: Checkpoint, sides: Sides, prompts: Callable[[], Prompts], note: Callable[[str], None],
-    seen: dict[str, Any] | None = None,
+    gathered: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Measures the candidates, keeps the choice, and leaves the engine of the choice running as the fastest stock one.
 
-    seen: {prompts, max_tokens, seconds} of one rollout that the stock engine in the checkpoint's dtype did, eager:
-    a dtype that needs CLOSE times less for it is not measured against it again.
+    gathered: what `gather` returned, or {} where iteration 0 was not run just now; then nothing is ruled out.
     """
-    settings = {
-        f"{dtype} {'eager' if eager else 'compiled'}": {"dtype": dtype, "enforce_eager": eager}
-        for eager in (True, False)
-        for dtype in dict.fromkeys([checkpoint.dtype, "float32"])
-    }
-    up: dict[str, Rollout] = {}
-
-    def ready(label: str) -> Rollout:
-        if label not in up:
-            up[label] = sides.start_trial(settings[label])
-        return up[label].ready()
-
-    def stop(label: str) -> None:
-        if label in up:
-            sides.stop_rollout(up.pop(label))
-
-    measured: dict[str, dict[str, float]] = {}
-    eager = [label for label, s in settings.items() if s["enforce_eager"]]
-    if seen and len(eager) == 2:
-        own, other = eager
-        note(f"measuring stock {other} against {own}")
-        ready(other).generate(prompts().short(1), [1])  # the first call of an engine is slower
-        took = up[other].generate(seen["prompts"], seen["max_tokens"])["seconds"]
-        measured = {own: {"stock mismatch": seen["seconds"]}, other: {"stock mismatch": took}}
-        if max(took, seen["seconds"]) > CLOSE * min(took, seen["seconds"]):
-            eager = [min(measured, key=lambda label: measured[label]["stock mismatch"])]
-            stop(other if eager == [own] else own)
-    best = eager[0]
-    if len(eager) > 1:
-        note(f"measuring stock {' against '.join(eager)}")
-        found = measure({label: ready(label) for label in eager}, prompts, ROUNDS)
+    best = expected(checkpoint)
+    engine = sides.start_trial(best).ready()
+    note(f"measuring stock {_label(best)}")
+    measured = {_label(best): measure({"it": engine}, prompts)["it"]}
+    ruled_out: dict[str, str] = {}
+    candidates = [{"dtype": d, "enforce_eager": True} for d in dict.fromkeys([checkpoint.dtype, "float32"])]
+    while candidates:
+        candidate = candidates.pop(0)
+        why = _ruled_out(candidate, best, measured[_label(best)], gathered, checkpoint.dtype)
+        if why:
+            ruled_out[_label(candidate)] = why
+            continue
+        note(f"measuring stock {_label(candidate)} against {_label(best)}")
+        rival = sides.start_trial(candidate).ready()
+        found = measure({_label(best): engine, _label(candidate): rival}, prompts)
         measured |= found
-        best = min(found, key=lambda label: _total(found[label]))
-        stop(*[label for label in eager if label != best])
-    compiled = best.replace("eager", "compiled")
-    note(f"measuring stock {best} against {compiled}")
-    found = measure({label: ready(label) for label in (best, compiled)}, prompts, ROUNDS)
-    measured |= found
-    if _total(found[compiled]) * COMPILE_MARGIN < _total(found[best]):
-        best = compiled
-    for label in set(up) - {best}:
-        stop(label)
-    sides.call_fastest(up[best])
-    choice = {"settings": settings[best], "measured": measured, "model": checkpoint.slug}
+        if _total(found[_label(candidate)]) < _total(found[_label(best)]):
+            if candidate["dtype"] != best["dtype"]:
+                candidates.append({"dtype": candidate["dtype"], "enforce_eager": False})
+            best, engine, rival = candidate, rival, engine
+        sides.stop_rollout(rival)
+    sides.call_fastest(engine)
+    choice = {"settings": best, "measured": measured, "ruled_out": ruled_out, "model": checkpoint.slug}
     _file(key).parent.mkdir(parents=True, exist_ok=True)
     atomic_write(_file(key), json.dumps(choice, indent=1).encode())
     return choice

@@ -1,8 +1,8 @@
 """Throughput: interleaved pairs of the aligned engine and the fastest stock one, equal prompts, equal threads.
 
 Both engines stay up; one waits while the other works, the order swaps with every pair, prefix caches are emptied. A
-worker of vLLM goes on polling for a second after its last step, on the CPU that both workers are bound to: without the
-pause the next engine runs its first second at half speed.
+worker of vLLM goes on polling for a second after its last step, on the CPU that both workers are bound to: without a
+pause the other engine runs its first second at half speed. Runs of one engine need none between them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from porter.prompts import Prompts
 from porter.report import Workload
 from porter.sides import Rollout
 
-STEADY = 30  # seconds
+STEADY = 20  # seconds
 PAUSE = 1.2  # seconds, longer than an idle worker polls (SpinCondition in vllm's shm_broadcast: 1)
 MOST = 20
 
@@ -55,11 +55,19 @@ def long_loads(prompts: Prompts) -> list[Load]:
     ]
 
 
-def seconds_alone(side: Rollout, prompts: list[list[int]], max_tokens: list[int]) -> float:
-    """Seconds of one run with an empty prefix cache, when every other engine has gone idle."""
-    side.forget_prefixes()
-    time.sleep(PAUSE)
-    return side.generate(prompts, max_tokens)["seconds"]
+class Turns:
+    """Times engines that take turns: a pause where another one ran last, an empty prefix cache for each run."""
+
+    def __init__(self) -> None:
+        self.last: Rollout | None = None
+
+    def seconds(self, side: Rollout, prompts: list[list[int]], max_tokens: list[int]) -> float:
+        """Seconds of one run of one engine."""
+        side.forget_prefixes()
+        if self.last is not side:
+            time.sleep(PAUSE)
+        self.last = side
+        return side.generate(prompts, max_tokens)["seconds"]
 
 
 def pairs(
@@ -76,11 +84,11 @@ def pairs(
     for side in (aligned, stock):
         side.generate(load.prompts[:1], [1])
     speeds: dict[str, list[float]] = {"aligned": [], "stock": []}
-    took, wanted = 0.0, count
+    took, wanted, turns = 0.0, count, Turns()
     while (done := len(speeds["stock"])) < wanted:
         order = [("aligned", aligned), ("stock", stock)]
         for name, side in order if done % 2 == 0 else order[::-1]:
-            seconds = seconds_alone(side, load.prompts, load.max_tokens)
+            seconds = turns.seconds(side, load.prompts, load.max_tokens)
             took += seconds
             speeds[name].append(load.counted / seconds)
             advance(1 if done < count else 0)

@@ -106,7 +106,7 @@ def baseline_rungs(prompts: Prompts) -> list[Rung]:
     The first part is as long as the longest rung of the check; with the second it is what the aligned learner is held
     against: many tokens, because the errors of one sequence lean the same way.
     """
-    parts = [Rung(f"stock batch 8, part {i + 1}", prompts.short(8), [123] * 8) for i in range(3)]
+    parts = [Rung(f"stock batch 16, part {i + 1}", prompts.short(16), [63] * 16) for i in range(3)]
     return [Rung("stock, one long prompt", prompts.long(1, CHUNKED), [TAIL * 3]), *parts]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from porter.profile import Profile, sites_of
 from porter.progress import Progress
 from porter.prompts import Prompts
 from porter.sides import Learner, Rollout, Sides
+
+if TYPE_CHECKING:
+    from porter.ahead import Ahead
 
 CANNOT_RUN = ("ValueError", "NotImplementedError", "ValidationError")
 MODELLING = "stock-modelling"
@@ -140,13 +143,9 @@ def run(
     prompts: Callable[[int], Prompts],
     trace: Path,
     progress: Progress,
-    afterwards: Callable[[Profile, dict[str, Any]], None],
+    ahead: Ahead | None,
 ) -> dict[str, Any]:
-    """Measures and diagnoses; plain data, so that it can be kept.
-
-    `afterwards(profile, diagnosis)` is called when the stock engine is no longer needed and the learner still scores:
-    the moment to start what comes next.
-    """
+    """Measures and diagnoses; plain data, so that it can be kept. `ahead` starts what comes next, None for nothing."""
     with progress.stage("start stock engine and learner"):
         stock, learner = sides.start_rollout("stock"), sides.start_learner("stock")
         learner.ready()
@@ -157,11 +156,17 @@ def run(
     rungs = baseline_rungs(prompts(2))
     with progress.stage("stock mismatch", total=sum(r.tokens for r in rungs)) as stage:
         ladder = Ladder(stock, learner, lambda check: None, stage.advance)
-        first, second, *_ = [ladder.run(rung) for rung in rungs]
-        sides.rollouts.pop("stock").stop()
+        first, second = ladder.run(rungs[0]), ladder.run(rungs[1])
         diagnosis = pending.wait()
+        if ahead:
+            ahead.diagnosed(diagnosis)
+        for rung in rungs[2:]:
+            ladder.run(rung)
+        gathered = ahead.sampled(stock, learner, diagnosis) if ahead else {}
+        sides.rollouts.pop("stock").stop()
         profile = profile_of(checkpoint, recorded["rollout"], treed.wait())
-        afterwards(profile, diagnosis)
+        if ahead:
+            ahead.scoring(profile, diagnosis)
         ladder.settle()
         foreign = foreign_layouts(learner, second, ladder.pairs.mismatch().mean_abs)
     return {
@@ -174,5 +179,5 @@ def run(
         "diagnosis": diagnosis,
         "trace": trace.name,
         "modelling": [],
-        "seen": {"prompts": rungs[-1].prompts, "max_tokens": rungs[-1].max_tokens, "seconds": ladder.seconds[-1]},
+        "gathered": gathered,
     }

@@ -82,5 +82,6 @@ def baseline_choice(choice: dict[str, Any]) -> str:
         f"{name}: " + ", ".join(f"{load} {seconds:.2f} s" for load, seconds in loads.items())
         for name, loads in choice["measured"].items()
     )
+    figures += "".join(f"; {name}, ruled out: {why}" for name, why in choice.get("ruled_out", {}).items())
     where = f"measured once on this machine with {choice.get('model', 'a model')}"
     return f"the throughput baseline is the stock configuration with the least total time, {where} ({figures})"

@@ -81,6 +81,15 @@ class LearnerServer:
         self.model.zero_grad(set_to_none=True)
         return {"seconds": seconds, "peak_bytes": kilobytes * 1024, "loss": float(loss.detach())}
 
+    def float32_time(self, progress) -> list[float]:
+        """How many times as long linear layers take in float32 as in the model's dtype; [] where it has none."""
+        import torch
+
+        from porter import race
+
+        weights = [m.weight for m in self.model.modules() if isinstance(m, torch.nn.Linear)]
+        return race.float32_time(weights) if weights else []
+
     def switch(self, progress, site: str, on: bool) -> bool:
         """Turns one of the port's learner bindings off and on; False where it has none there."""
         return self.port.switch(self.model, site, on)
@@ -142,7 +151,8 @@ class LearnerServer:
 def main() -> None:
     """Entry point of the child."""
     server = LearnerServer()
-    serve({name: getattr(server, name) for name in ("load", "tree", "score", "step", "switch", "calls", "diagnose")})
+    methods = ("load", "tree", "score", "step", "float32_time", "switch", "calls", "diagnose")
+    serve({name: getattr(server, name) for name in methods})
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 from porter import baseline, bench, hardware, iteration, iteration_zero, ladder_words, render
 from porter import plan as plans
+from porter.ahead import Ahead
 from porter.bits import Mismatch, PositionSeries
 from porter.check import Ladder, rungs
 from porter.checkpoint import Checkpoint, require_memory
@@ -79,6 +80,7 @@ class Loop:
         self.trace = self.run.path / "trace-0"
         logs = self.run.path / "logs"
         self.sides = Sides(self.checkpoint.path, self.checkpoint.dtype, self.threads, logs, self.settings.remote_code)
+        self.ahead = Ahead(self.checkpoint, self.sides, self.target.name, self.run.port, self.prompts)
         self.conclusion = Conclusion(self.checkpoint, self.target, self.threads, self.progress)
         sources = render.sources()
         asked = (
@@ -96,7 +98,7 @@ class Loop:
         try:
             zero = self.iteration_zero()
             if self.iterate(zero):
-                self.measure_throughput(zero["seen"])
+                self.measure_throughput(zero["gathered"])
         finally:
             self.sides.stop_all()
         return self.conclusion.report()
@@ -125,8 +127,8 @@ class Loop:
         """Stock against stock: the mismatch, every culprit, the first plan. `start_next`: the next engines as well."""
         kept = self.run.stage_result("iteration-0", self.key)
         if kept is None:
-            following = self._start_next if start_next else lambda *_: None
-            kept = iteration_zero.run(self.checkpoint, self.sides, self.prompts, self.trace, self.progress, following)
+            ahead = self.ahead if start_next else None
+            kept = iteration_zero.run(self.checkpoint, self.sides, self.prompts, self.trace, self.progress, ahead)
             kept = iteration_zero.ask_in_float32(self.sides, self.prompts, self.progress, kept)
             other = kept["diagnosis"]["semantic"]
             if (self.settings.follow == "learner") if other else iteration_zero.gaps(kept["diagnosis"]):
@@ -145,16 +147,6 @@ class Loop:
         known.plan = plans.make(profile, bindings, 1, self.target.name, kept["foreign_layouts"])
         self._turn(0, known.stock, ladder_words.culprits(bindings), ladder_words.change(known.plan))
         return kept
-
-    def _start_fastest(self) -> None:
-        choice = baseline.known(baseline.key_of(self.checkpoint, self.threads))
-        self.sides.start_fastest(choice["settings"] if choice else baseline.expected(self.checkpoint))
-
-    def _start_next(self, profile: Profile, diagnosis: dict[str, Any]) -> None:
-        if not iteration_zero.gaps(diagnosis) and not diagnosis["semantic"]:
-            render.write(plans.make(profile, diagnosis["bindings"], 1, self.target.name), self.run.port)
-            self.sides.start_rollout("aligned", port=self.run.port, package=self.package)
-            self._start_fastest()
 
     def _refuse_other_functions(self, zero: dict[str, Any]) -> None:
         """A zero forced by copying the wrong side is not a port: a person says which side is right."""
@@ -299,13 +291,13 @@ class Loop:
             "proof": proof,
         }
 
-    def measure_throughput(self, seen: dict[str, Any] | None = None) -> None:
-        """Interleaved pairs against the fastest stock configuration; only after zero. `seen`: see baseline.decide."""
+    def measure_throughput(self, gathered: dict[str, Any] | None = None) -> None:
+        """Interleaved pairs against the fastest stock configuration; only after zero. `gathered`: see baseline.decide."""
         known, loads = self.conclusion, bench.default_loads(self.prompts(5))
         known.choice = baseline.known(baseline.key_of(self.checkpoint, self.threads)) or {}
         kept = self._kept(loads) if known.choice else {}
         if not kept or not all(kept.values()):
-            aligned, stock = self.contestants(seen)
+            aligned, stock = self.contestants(gathered)
             kept = self._kept(loads)
             total = 2 * self.settings.pairs * sum(not w for w in kept.values())
             with self.progress.stage("throughput", total=total, unit="runs") as stage:
@@ -320,11 +312,11 @@ class Loop:
             workloads, target_ratio=self.settings.target_ratio, baseline_configuration=known.choice["settings"]
         )
 
-    def contestants(self, seen: dict[str, Any] | None = None) -> tuple[Rollout, Rollout]:
+    def contestants(self, gathered: dict[str, Any] | None = None) -> tuple[Rollout, Rollout]:
         """The aligned engine and the fastest stock one, both up and bound alike, nothing else running."""
         key = baseline.key_of(self.checkpoint, self.threads)
         with self.progress.stage("start fastest stock engine"):
-            self._start_fastest()
+            self.ahead.fastest()
             for learner in list(self.sides.learners):
                 self.sides.learners.pop(learner).stop()
             aligned = self.sides.start_rollout("aligned", port=self.run.port, package=self.package).ready()
@@ -333,7 +325,7 @@ class Loop:
         if not self.conclusion.choice:
             with self.progress.stage("choose the fastest stock configuration (once per machine)") as stage:
                 self.conclusion.choice = baseline.decide(
-                    key, self.checkpoint, self.sides, lambda: self.prompts(9), stage.note, seen
+                    key, self.checkpoint, self.sides, lambda: self.prompts(9), stage.note, gathered or {}
                 )
         return aligned, self.sides.rollouts[FASTEST]
 

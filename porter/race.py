@@ -5,6 +5,7 @@ Shape legend: rows M, K input features, N output features; x [M, K], w [N, K], y
 
 from __future__ import annotations
 
+import statistics
 import time
 import weakref
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from porter.kernels import engine_attention
 Entrant = Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
 """w -> (x -> y): what is done once for a weight, and then for every call."""
 COLD = 1 << 26  # bytes of weights that no cache holds: a decode step finds none of them there
+MOST = 128  # copies: a weight of a few kilobytes stays in a cache
 ROUNDS = 7
 ROWS = (1, 16, 256)  # one stream, a decode batch, prefill
 
@@ -40,33 +42,42 @@ def stock_gemm(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _in_float32(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     wide = w.float()
-    return lambda x: functional.linear(x.float(), wide)
+    return lambda x: functional.linear(x, wide)  # a float32 engine has x in float32 already
+
+
+def _times(weights: list[torch.Tensor], entrants: list[Entrant]) -> list[dict[Entrant, float]]:
+    """Seconds of one call of each entrant, for each of ROWS, on the largest of `weights` [N, K].
+
+    Medians over interleaved rounds. Each call finds another copy of the weight: COLD bytes of copies, at most MOST.
+    """
+    w = max(weights, key=lambda w: w.numel())[:4096]
+    copies = [w.clone() for _ in range(max(1, min(MOST, COLD // (w.numel() * w.element_size()))))]
+    some = {make: copies[: len(copies) // 2 + 1] if make is _in_float32 else copies for make in entrants}
+    runners = {make: [make(w) for w in some[make]] for make in entrants}
+    times = []
+    for rows in ROWS:
+        x, many = torch.randn(rows, w.shape[1], dtype=w.dtype), len(copies) if rows < ROWS[-1] else 2
+        took: dict[Entrant, list[float]] = {make: [] for make in entrants}
+        for turn in range(1 + ROUNDS):
+            for make, calls in runners.items():
+                now, fed = calls[:many], x.float() if make is _in_float32 else x
+                began = time.perf_counter()
+                for call in now:
+                    call(fed)
+                if turn:  # the first is slower
+                    took[make].append((time.perf_counter() - began) / len(now))
+        times.append({make: statistics.median(seconds) for make, seconds in took.items()})
+    return times
 
 
 @torch.inference_mode()
 def ratios(weights: list[torch.Tensor], entrants: list[Entrant]) -> list[float]:
-    """Stock kernel's time over each entrant's, the mean over ROWS, on the largest of `weights` [N, K].
+    """Stock kernel's time over each entrant's, the mean over ROWS. Stock is the faster of the two dtypes' kernels."""
+    found = _times(weights, list(dict.fromkeys([stock_gemm, _in_float32, *entrants])))
+    return [statistics.mean(min(t[stock_gemm], t[_in_float32]) / t[make] for t in found) for make in entrants]
 
-    Medians over interleaved rounds; stock is the faster of the rollout's GEMM and torch's in float32. Each call
-    finds another copy of the weight, all of them together larger than a cache.
-    """
-    w = max(weights, key=lambda w: w.numel())[:4096]
-    copies = [w.clone() for _ in range(max(1, min(128, COLD // (w.numel() * w.element_size()))))]
-    runners = {make: [make(w) for w in copies] for make in (stock_gemm, *entrants)}
-    runners[_in_float32] = [_in_float32(w) for w in copies[: len(copies) // 2 + 1]]
-    found = {make: [] for make in entrants}
-    for rows in ROWS:
-        x, many = torch.randn(rows, w.shape[1], dtype=w.dtype), len(copies) if rows < ROWS[-1] else 2
-        took = {make: [] for make in runners}
-        for turn in range(1 + ROUNDS):
-            for make, calls in runners.items():
-                some, began = calls[:many], time.perf_counter()
-                for call in some:
-                    call(x)
-                if turn:  # the first is slower
-                    took[make].append((time.perf_counter() - began) / len(some))
-        median = {make: sorted(seconds)[ROUNDS // 2] for make, seconds in took.items()}
-        stock = min(median[stock_gemm], median[_in_float32])
-        for make, speeds in found.items():
-            speeds.append(stock / median[make])
-    return [sum(found[make]) / len(ROWS) for make in entrants]
+
+@torch.inference_mode()
+def float32_time(weights: list[torch.Tensor]) -> list[float]:
+    """Time of the stock kernel in float32 over its time in the weights' dtype, for each of ROWS."""
+    return [t[_in_float32] / t[stock_gemm] for t in _times(weights, [stock_gemm, _in_float32])]
