@@ -17,12 +17,16 @@ from .operation import DTYPES, operation, with_backward
 PAGE = 32  # keys per step of the online softmax; a cache block is a multiple of it
 
 
-def reference(q, k, v, *, scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
-    """One sequence in float64: q [T, H, D], k and v [T', G, D] with T' >= T -> [T, H, D]. Vaswani et al. 2017, eq. 1."""
+def reference(q, k, v, *, scale: float, window: int = 0, softcap: float = 0.0, slopes=None) -> torch.Tensor:
+    """One sequence in float64: q [T, H, D], k and v [T', G, D] with T' >= T -> [T, H, D]. Vaswani et al. 2017, eq. 1.
+
+    slopes [H]: each score gets minus its head's slope times the age of the key (ALiBi, Press et al. 2022, section 3).
+    """
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     s = torch.einsum("thd,shd->hts", q.double(), k) * scale
     s = softcap * torch.tanh(s / softcap) if softcap else s
     age = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+    s = s if slopes is None else s - slopes.double()[:, None, None] * age
     s = s.masked_fill((age < 0) | (age >= (window or len(k))), -torch.inf)
     return torch.einsum("hts,shd->thd", s.softmax(-1), v).to(q.dtype)
 
@@ -90,19 +94,16 @@ def _packed(q, k, v, query_starts, key_starts, scale, window, softcap, slopes, s
     return y
 
 
-def _visible(queries: int, keys: int, window: int) -> torch.Tensor:
-    """[T, T'] of bool: the keys that each of the last T positions sees."""
-    age = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-    return (age >= 0) & (age < (window or keys))
-
-
-def gradients(grad, q, k, v, *, scale: float, window: int = 0, softcap: float = 0.0) -> tuple[torch.Tensor, ...]:
+def gradients(
+    grad, q, k, v, *, scale: float, window: int = 0, softcap: float = 0.0, slopes=None
+) -> tuple[torch.Tensor, ...]:
     """Of `reference`, in the dtype given: grad and q [T, H, D], k and v [T', G, D] -> dq, dk, dv.
 
     With p = softmax(s) and y = p v: dv = p^T dy, ds = p (dy v^T - rowsum(p dy v^T)) (Dao et al. 2022, appendix B.2).
     """
     share, size = q.shape[1] // k.shape[1], q.shape[2]
-    hidden = ~_visible(len(q), len(k), window).repeat(share, 1)
+    age = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))  # [T, T']
+    hidden = ((age < 0) | (age >= (window or len(k)))).repeat(share, 1)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
     for head in range(k.shape[1]):  # one by one: the scores of all heads at once would be the largest tensor of a step
         group, keys, values = slice(head * share, (head + 1) * share), k[:, head], v[:, head]
@@ -112,6 +113,8 @@ def gradients(grad, q, k, v, *, scale: float, window: int = 0, softcap: float = 
         if softcap:
             s = softcap * torch.tanh(s / softcap)
             rate = scale * (1 - (s / softcap).square())
+        if slopes is not None:
+            s = s - (slopes[group].to(s.dtype)[:, None, None] * age).flatten(0, 1)
         p = s.masked_fill(hidden, -torch.inf).softmax(-1)
         dp = dy @ values.T
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * rate
@@ -120,12 +123,14 @@ def gradients(grad, q, k, v, *, scale: float, window: int = 0, softcap: float = 
     return dq, dk, dv
 
 
-def _packed_backward(grad, q, k, v, query_starts, key_starts, scale, window, softcap) -> tuple[torch.Tensor, ...]:
+def _packed_backward(
+    grad, q, k, v, query_starts, key_starts, slopes, scale, window, softcap
+) -> tuple[torch.Tensor, ...]:
     """One sequence at a time, in float32, rounded once."""
     made, ends = [x.new_zeros(x.shape) for x in (q, k, v)], (query_starts.tolist(), key_starts.tolist())
     for a, b, c, d in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
         parts = (x.float() for x in (grad[a:b], q[a:b], k[c:d], v[c:d]))
-        parts = gradients(*parts, scale=scale, window=window, softcap=softcap)
+        parts = gradients(*parts, scale=scale, window=window, softcap=softcap, slopes=slopes)
         for whole, part, rows in zip(made, parts, (slice(a, b), slice(c, d), slice(c, d)), strict=True):
             whole[rows] = part
     return tuple(made)
@@ -133,7 +138,7 @@ def _packed_backward(grad, q, k, v, query_starts, key_starts, scale, window, sof
 
 _backward = operation(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor query_starts, Tensor key_starts, "
-    "float scale, int window, float softcap, str site) -> (Tensor, Tensor, Tensor)",
+    "Tensor? slopes, float scale, int window, float softcap, str site) -> (Tensor, Tensor, Tensor)",
     _packed_backward,
     shape=lambda grad, q, k, v, *a: tuple(x.new_empty(x.shape) for x in (q, k, v)),
 )
@@ -154,10 +159,11 @@ def remember(ctx, inputs, output=None) -> None:
 
 
 def backward(ctx, grad):
-    """Gradients for every input of the forward. Raises ValueError with ALiBi slopes or sinks."""
-    if ctx.slopes is not None or ctx.sinks is not None:
-        raise ValueError("attention: no backward with ALiBi slopes or sinks")
-    return *_backward(grad, *ctx.saved_tensors, *ctx.settings, f"{ctx.site}.backward"), *[None] * 8
+    """Gradients for every input of the forward. Raises ValueError with sinks; slopes are constants."""
+    if ctx.sinks is not None:
+        raise ValueError("attention: no backward with sinks")
+    saved = (*ctx.saved_tensors, ctx.slopes)
+    return *_backward(grad, *saved, *ctx.settings, f"{ctx.site}.backward"), *[None] * 8
 
 
 _SETTINGS = "float scale, int window, float softcap, Tensor? slopes, Tensor? sinks, str site"

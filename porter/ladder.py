@@ -69,6 +69,8 @@ class Climb:
             kernel = "norm_modules"
         if rung["seam"] == "linear_method" and rung["choice"] == "pin":
             kernel = ""
+        if operation == "attention" and rung["choice"] != "keep":
+            rung = rung | {"settings": rung["settings"] | self._attention_settings(group[0])}
         return {
             "site": site,
             "op": operation,
@@ -84,6 +86,11 @@ class Climb:
             "needed": why,
             "tried": tried,
         }
+
+    def _attention_settings(self, c: Comparison) -> dict[str, Any]:
+        """What the seams have to know besides the rung: only what this model has."""
+        slopes, written = self.facts[c.event.name]["facts"].get("slopes"), c.arguments.get("written_out")
+        return ({"slopes": slopes} if slopes else {}) | ({"written_out": True} if written else {})
 
     def _module(self, c: Comparison) -> str:
         if c.operation == "rotary" and c.layer is not None:  # shared module: name the one of this layer
@@ -108,7 +115,7 @@ class Climb:
         for rung in rungs:
             shown = {"choice": rung.choice, "side": rung.side, "seam": rung.seam, "settings": rung.settings}
             label = rung.choice + "".join(f" {k}={v}" for k, v in rung.settings.items() if k != "attributes")
-            if any(s["choice"] == rung.choice and s["settings"] == rung.settings for s in skip):
+            if any(s["choice"] == rung.choice and rung.settings.items() <= s["settings"].items() for s in skip):
                 tried.append(f"{label}: refuted on the engine")
                 continue
             try:
@@ -293,14 +300,15 @@ class Climb:
                 repr(sorted(self.facts[c.event.name]["facts"].items())), (c, self.facts[c.event.name]["facts"])
             )
         for c, facts in kinds.values():
-            if facts.get("alibi") or facts.get("sinks"):
-                return "position slopes or sinks are not in the catalogue", None
+            if facts.get("sinks") or (facts.get("slopes") and rung.choice != "replace"):
+                return "sinks, or the engine's own position slopes, are not in the catalogue", None
             window, softcap, scale = max(facts.get("sliding_window", -1), 0), facts["softcap"], facts["scale"]
+            slopes = torch.tensor(facts["slopes"]) if facts.get("slopes") else None
 
-            def run(q, k, v, query_starts, key_starts, settings=(scale, window, softcap)):
+            def run(q, k, v, query_starts, key_starts, settings=(scale, window, softcap), slopes=slopes):
                 starts = [torch.tensor(s, dtype=torch.int32) for s in (query_starts, key_starts)]
                 if rung.choice == "replace":
-                    return attention.packed(q, k, v, *starts, *settings, None, None, "probe")
+                    return attention.packed(q, k, v, *starts, *settings, slopes, None, "probe")
                 split = rung.settings.get("split_kv", True)
                 return engine_attention.packed(q, k, v, *starts, *settings, split, "probe")
 
@@ -325,7 +333,8 @@ class Climb:
         threads = torch.get_num_threads()
         whole = run(q, k, v, [0, length], [0, length])
         form = {name: facts[name] for name in ("scale", "softcap")} | {
-            "window": max(facts.get("sliding_window", -1), 0)
+            "window": max(facts.get("sliding_window", -1), 0),
+            "slopes": torch.tensor(facts["slopes"]) if facts.get("slopes") else None,
         }
         wanted = attention.reference(q, k, v, **form)
         apart = float((whole.float() - wanted.float()).abs().mean() / wanted.float().abs().mean())

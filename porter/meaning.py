@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROUNDINGS = 8  # units in the last place that a chain of roundings moves a mean value by, generously
 LEAST = 1e-3  # float32 sums in another order stay far below it
 TOLD = {
-    "attention": ("sliding_window", "scale", "softcap", "alibi", "sinks", "num_heads", "num_kv_heads", "head_size"),
+    "attention": ("sliding_window", "scale", "softcap", "slopes", "sinks", "num_heads", "num_kv_heads", "head_size"),
     "rotary": ("rotary_dim", "base", "is_neox_style", "head_size"),
     "rms_norm": ("variance_epsilon", "variance_size_override", "has_weight"),
     "gated_activation": ("approximate",),

@@ -122,6 +122,8 @@ def files_of(plan: Plan) -> dict[str, str]:
     if package_of(plan.slug) == "zm_port_":
         raise UsageFault(f"plan: slug: {plan.slug!r} has no letter or digit of ASCII", "give the model another name")
     package, kernels = package_of(plan.slug), {b.kernel for b in installed if b.kernel}
+    if any(b.settings.get("written_out") for b in installed):
+        kernels.add("attention_calls")
     plan_digest = _digest(json.dumps(plan.model_dump(mode="json"), sort_keys=True))[:16]
     attention = [b for b in installed if b.seam == "attention_impl"]
     seen = {

@@ -188,14 +188,13 @@ class Replay:
         event = self.attention[self.calls]
         self.calls += 1
         name = next(n for n, m in self.model.named_modules() if m is module)
-        tokens = query.shape[2]
-        own = [x[0].transpose(0, 1).reshape(tokens, -1) for x in (query, key, value)]
-        fed = [x.reshape(tokens, -1) for x in event.inputs[:3]]
-        self._glue(name, own[:2], fed[:2], event)
-        shaped = [
-            x.reshape(tokens, -1, q.shape[-1]).transpose(0, 1)[None]
-            for x, q in zip(fed, (query, key, value), strict=True)
-        ]
+        tokens, size = query.shape[2], query.shape[3]
+        fed = [x.reshape(tokens, -1, size) for x in event.inputs[:3]]
+        # a model that writes its attention out may repeat a key for every query head that reads it
+        shares = [x.shape[1] // f.shape[1] for x, f in zip((query, key, value), fed, strict=True)]
+        own = [x[0, ::n].transpose(0, 1) for x, n in zip((query, key, value), shares, strict=True)]
+        self._glue(name, [x.reshape(tokens, -1) for x in own[:2]], [x.reshape(tokens, -1) for x in fed[:2]], event)
+        shaped = [x.transpose(0, 1).repeat_interleave(n, 0)[None] for x, n in zip(fed, shares, strict=True)]
         output, weights = original(module, *shaped, mask, **kwargs)
         made, wanted = (t.reshape(tokens, -1) for t in (output[0], event.outputs[0]))
         self._add(site_of(event.name), name, "attention", "leaf", [made], [wanted], event)
@@ -203,6 +202,7 @@ class Replay:
             "sliding_window": kwargs.get("sliding_window"),
             "scale": kwargs.get("scaling"),
             "softcap": kwargs.get("softcap"),
+            "written_out": bool(kwargs.get("written_out")),
         }
         self.comparisons[-1].arguments = told
         return event.outputs[0].reshape(output.shape), weights

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from porter.kernels.attention_calls import AttentionCalls, Call
+
 CAPTURE = "zm_capture"
 
 
@@ -69,23 +71,52 @@ def tree(model: nn.Module) -> list[dict[str, Any]]:
 
 @contextmanager
 def attention_function(model: nn.Module, function: Callable):
-    """Routes the model's attention through `function(original, module, q, k, v, mask, **kwargs)` for a while."""
+    """Routes the model's attention through `function(original, module, q, k, v, mask, **kwargs)` for a while.
+
+    Through transformers' interface where the model uses it; what a model writes out itself is recognised by its
+    operations (kernels/attention_calls.py), and kwargs have `written_out` then.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     stock = model.config._attn_implementation
     original = ALL_ATTENTION_FUNCTIONS[stock] if stock != "eager" else ALL_ATTENTION_FUNCTIONS["sdpa"]
+    inside: list[nn.Module] = []
+    through_interface = False
 
     def routed(module, query, key, value, attention_mask, **kwargs):
+        nonlocal through_interface
+        through_interface = True
         return function(original, module, query, key, value, attention_mask, **kwargs)
 
+    def attend(call: Call) -> torch.Tensor:
+        if through_interface:
+            return call.stock(call.query, call.key, call.value)
+
+        def written(module, query, key, value, mask, **kwargs):
+            return call.stock(query, key, value).transpose(1, 2), None
+
+        told = {"scaling": call.scale, "written_out": True}
+        made, _ = function(written, inside[-1], call.query, call.key, call.value, call.visible(), **told)
+        return made.transpose(1, 2)
+
+    def left(module, args, output) -> None:
+        inside.pop()
+
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(lambda m, args: inside.append(m)))
+        hooks.append(module.register_forward_hook(left, always_call=True))
     AttentionInterface.register(CAPTURE, routed)
     AttentionMaskInterface.register(CAPTURE, ALL_MASK_ATTENTION_FUNCTIONS[stock if stock != "eager" else "sdpa"])
     model.set_attn_implementation(CAPTURE)
     try:
-        yield
+        with AttentionCalls(attend):
+            yield
     finally:
         model.set_attn_implementation(stock)
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

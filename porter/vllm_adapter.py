@@ -60,7 +60,8 @@ def _facts(module: torch.nn.Module) -> dict[str, Any]:
     impl = getattr(module, "impl", None)
     if impl is not None:
         facts["softcap"] = float(getattr(impl, "logits_soft_cap", 0) or 0)
-        facts["alibi"] = getattr(impl, "alibi_slopes", None) is not None
+        slopes = getattr(impl, "alibi_slopes", None)
+        facts["slopes"] = None if slopes is None else [float(s) for s in slopes]
         facts["sinks"] = getattr(impl, "sinks", None) is not None
         facts["kv_cache_dtype"] = getattr(impl, "kv_cache_dtype", "auto")
     return facts
@@ -72,6 +73,16 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [t for v in value for t in _tensors(v)]
     return []
+
+
+def _packed_names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Name of a packed module -> names of its parts: the model's own table, and vLLM's convention where it has none."""
+    table = {k: list(v) for k, v in (getattr(model, "packed_modules_mapping", None) or {}).items()}
+    for name in {n.rpartition(".")[2] for n, _ in model.named_modules()} - set(table):
+        for packed, parts in (("qkv", "q k v"), ("gate_up", "gate up")):
+            if name.startswith(packed):
+                table[name] = [part + name.removeprefix(packed) for part in parts.split()]
+    return table
 
 
 class WorkerProbe:
@@ -96,7 +107,7 @@ class WorkerProbe:
         return {
             "architecture": type(model).__name__,
             "modules": modules,
-            "packed": {k: list(v) for k, v in (getattr(model, "packed_modules_mapping", None) or {}).items()},
+            "packed": _packed_names(model),
             "prefixes": {k: v for k, v in (mapper.orig_to_new_prefix if mapper else {}).items() if isinstance(v, str)},
             "block_size": self.model_runner.cache_config.block_size,
             "threads": torch.get_num_threads(),

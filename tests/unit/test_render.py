@@ -64,7 +64,16 @@ def modelled() -> Plan:
     return plan(bindings=(model, norm, *plan().bindings[3:]))
 
 
-@pytest.mark.parametrize("made", [plan(), pinned(), modelled()], ids=["replace", "pin", "modelling"])
+def written_out() -> Plan:
+    """Attention that the modelling code writes out, with position slopes."""
+    attention = ("attention", "replace", "both", "attention_impl", "attention", "self_attention")
+    return plan(bindings=(binding("self_attention.attn", *attention, slopes=[0.5, 0.25], written_out=True),))
+
+
+MADE = {"replace": plan(), "pin": pinned(), "modelling": modelled(), "written_out": written_out()}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 def test_every_file_is_valid_formatted_and_lints(made, tmp_path):
     port = render.write(made, tmp_path / "port")
     ruff = [sys.executable, "-m", "ruff"]

@@ -1,0 +1,343 @@
+"""Attention that a model writes out in torch operations, recognised while it runs and handed to one function.
+
+Inside `AttentionCalls`, a product of queries and keys becomes a placeholder that remembers what is done with it: scales,
+masks, position biases, the softmax. When the weights meet the values, `attend` is asked. A product that goes another way
+is computed after all, by the operations it went through, so that code which is no attention keeps its values.
+
+Shape legend: B batch, H query heads, G key/value heads, T queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+HIDDEN = -1e4  # a bias at or below it hides a key
+
+Stock = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention: q [B, H, T, D], k and v [B, G, S, D]; scores = scale q k^T + bias.
+
+    bias: [B or 1, H or 1, T or 1, S] of what was added to the scores, or None. causal: a triangle is meant besides.
+    stock: the operations that were written, on other q, k, v of these shapes.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor | None
+    scale: float
+    causal: bool
+    stock: Stock
+
+    def visible(self) -> torch.Tensor | None:
+        """[B, 1, T, S] of bool: the keys that each query sees; None for all before it.
+
+        Raises ValueError when heads see other keys.
+        """
+        (batch, _, queries, _), keys = self.query.shape, self.key.shape[2]
+        if self.bias is None:
+            return None if self.causal or queries == 1 else torch.ones(batch, 1, queries, keys, dtype=torch.bool)
+        seen = self.bias > HIDDEN
+        if not bool((seen == seen[:, :1]).all()):
+            raise ValueError("attention: heads see other keys")
+        return seen[:, :1].expand(batch, 1, queries, keys)
+
+    def follows(self, slopes: torch.Tensor | None) -> bool:
+        """True when what the bias adds to visible keys is slopes [H] times their position (Press et al. 2022), or nothing.
+
+        Up to a constant of the row, which a softmax does not see, and to the rounding of the bias in its own dtype.
+        """
+        if self.bias is None:
+            return slopes is None
+        seen, bias = self.bias > HIDDEN, self.bias.double()
+        if slopes is None:
+            return not bool(bias[seen].any())
+        line = slopes.double()[:, None, None] * torch.arange(bias.shape[-1], dtype=torch.float64)
+        apart = (bias - line).masked_fill(~seen, math.nan)
+        middle = apart.nan_to_num(math.inf).amin(-1, keepdim=True)
+        room = 2 * torch.finfo(self.bias.dtype).eps * bias.masked_fill(~seen, 0).abs().amax(-1, keepdim=True)
+        return bool(((apart - middle) <= 2 * room).logical_or(~seen).all())
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a placeholder stands for: scores = scale q k^T + bias, or their softmax."""
+
+    calls: AttentionCalls
+    query: torch.Tensor  # as the first product had them: [.., T, D] and [.., S, D]
+    key: torch.Tensor
+    real: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (query, key) -> the tensor
+    scale: float = 1.0
+    biases: tuple[torch.Tensor, ...] = ()
+    softmax: bool = False
+    grid: tuple[int, ...] = ()  # (B, H), once a placeholder had four dimensions
+
+
+class Scores(torch.Tensor):
+    """A placeholder: the shape and the dtype of scores or weights without their memory."""
+
+    made: _Made
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Remembers what is done with scores; computes them where that is not understood."""
+        return _apply(func, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"Scores(shape={tuple(_plain(self).shape)})"
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(torch.Tensor)
+
+
+def _placeholder(like: torch.Tensor, made: _Made) -> Scores:
+    scores = like.as_subclass(Scores)
+    scores.made = replace(made, grid=tuple(like.shape[:2])) if like.ndim == 4 else made
+    return scores
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty((), dtype=dtype).expand(shape)
+
+
+SHAPED = ("view", "reshape", "contiguous", "unsqueeze", "squeeze", "flatten")
+CAST = ("to", "float", "half", "bfloat16", "type_as", "type")
+IN_PLACE = ("__imul__", "__itruediv__", "__iadd__", "mul_", "div_", "add_", "masked_fill_")
+NAMES = {"__mul__": "mul", "__rmul__": "mul", "__imul__": "mul", "mul_": "mul", "multiply": "mul",
+         "__truediv__": "div", "__itruediv__": "div", "div_": "div", "true_divide": "div", "divide": "div",
+         "__add__": "add", "__radd__": "add", "__iadd__": "add", "add_": "add", "masked_fill_": "masked_fill",
+         "__matmul__": "matmul", "__rmatmul__": "matmul", "bmm": "matmul"}  # fmt: skip
+
+
+def _number(x: Any) -> float | None:
+    if isinstance(x, bool) or isinstance(x, Scores):
+        return None
+    if isinstance(x, int | float):
+        return float(x)
+    return float(x) if isinstance(x, torch.Tensor) and x.numel() == 1 and not x.requires_grad else None
+
+
+def _apply(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    name = getattr(func, "__name__", "")
+    if name == "__get__" or name in ("size", "dim", "numel", "is_floating_point", "stride", "__len__"):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    known = NAMES.get(name, name)
+    scores = next((a for a in args if isinstance(a, Scores)), None)
+    if scores is None:
+        scores = next((a for a in kwargs.values() if isinstance(a, Scores)), None)
+    if scores is not None:
+        made = scores.made
+        if known == "matmul" and made.softmax and args[0] is scores and isinstance(args[1], torch.Tensor):
+            found = made.calls.ask(func, scores, args[1])
+            if found is not None:
+                return found
+        elif args and (args[0] is scores or known in ("add", "mul", "where")):
+            following = _following(known, made, scores, args, kwargs)
+            if following is not None:
+                return _next(func, name, following, scores, args, kwargs)
+    return func(*_really(args), **{k: _really((v,))[0] for k, v in kwargs.items()})
+
+
+def _following(known: str, made: _Made, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> _Made | None:
+    """What one more operation makes of it; None where it is not understood."""
+    other = next((a for a in args if a is not scores), None)
+    if known in SHAPED or known in CAST:
+        return made
+    if known == "dropout":
+        p, training = _argument(args, kwargs, 1, "p", 0.5), _argument(args, kwargs, 2, "training", True)
+        if p and training:
+            raise ValueError("attention: its dropout is not covered, set it to 0")
+        return made
+    if made.softmax:
+        return None
+    if known in ("mul", "div") and _number(other) is not None:
+        factor = _number(other) if known == "mul" else 1 / _number(other)
+        return replace(made, scale=made.scale * factor, biases=tuple(b * factor for b in made.biases))
+    if known == "add" and isinstance(other, torch.Tensor) and not kwargs and not other.requires_grad:
+        return replace(made, biases=(*made.biases, other))
+    if known == "masked_fill" and len(args) == 3 and (_number(args[2]) or 0) <= HIDDEN:
+        return replace(made, biases=(*made.biases, _hiding(args[1])))
+    if known == "where" and len(args) == 3 and args[1] is scores and (_number(args[2]) or 0) <= HIDDEN:
+        return replace(made, biases=(*made.biases, _hiding(~args[0])))
+    if known == "softmax" and _argument(args, kwargs, 1, "dim", None) in (-1, _plain(scores).ndim - 1):
+        return replace(made, softmax=True)
+    return None
+
+
+def _argument(args: tuple, kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _hiding(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
+
+
+def _next(func: Callable, name: str, made: _Made, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The placeholder after one more operation."""
+    before = scores.made
+
+    def real(query, key):
+        done = before.real(query, key)
+        return func(*[done if a is scores else a for a in args], **kwargs)
+
+    plain = _plain(scores)
+    known = NAMES.get(name, name)
+    if known in SHAPED:
+        like = (
+            plain.reshape(*args[1:], **kwargs)
+            if known in ("view", "reshape")
+            else getattr(plain, known)(*args[1:], **kwargs)
+        )
+        if like.shape[-2:] != plain.shape[-2:]:
+            return func(*_really(args), **kwargs)
+    elif known in CAST:
+        one = getattr(torch.empty((), dtype=plain.dtype), known)(*[_really((a,))[0] for a in args[1:]], **kwargs)
+        like = _empty(plain.shape, one.dtype)
+    else:
+        others = [
+            _empty(a.shape, a.dtype)
+            for a in args
+            if isinstance(a, torch.Tensor) and a is not scores and a.dtype != torch.bool
+        ]
+        dtype = torch.result_type(plain, others[0]) if others and known == "add" else plain.dtype
+        shape = torch.broadcast_shapes(plain.shape, *(o.shape for o in others)) if known == "add" else plain.shape
+        like = _empty(shape, kwargs.get("dtype") or dtype)
+    made = replace(made, real=real)
+    if name in IN_PLACE:
+        scores.made = made
+        return scores
+    return _placeholder(like, made)
+
+
+def _really(values: Any) -> list[Any]:
+    """Placeholders among the values computed, everything else as it is."""
+    found = []
+    for v in values:
+        if isinstance(v, Scores):
+            v = v.made.real(v.made.query, v.made.key)
+        elif isinstance(v, list | tuple) and any(isinstance(x, Scores) for x in v):
+            v = type(v)(_really(v))
+        found.append(v)
+    return found
+
+
+@dataclass
+class _Product:
+    """How the first product was written: query and key as given, and the function of others like them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    real: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    scale: float = 1.0
+    biases: tuple[torch.Tensor, ...] = field(default_factory=tuple)
+
+
+def _product(func: Callable, args: tuple, kwargs: dict[str, Any]) -> _Product | None:
+    """The product of queries [.., T, D] and transposed keys [.., D, S] that this call may be."""
+    name = NAMES.get(getattr(func, "__name__", ""), getattr(func, "__name__", ""))
+    scale, biases, first = 1.0, (), 0
+    if name == "baddbmm":
+        beta, scale, first = kwargs.get("beta", 1), float(kwargs.get("alpha", 1)), 1
+        given = [*args, *(kwargs[k] for k in ("batch1", "batch2") if k in kwargs)]
+        biases = (given[0] * beta,) if beta else ()
+        rest = {k: v for k, v in kwargs.items() if k not in ("batch1", "batch2")}
+    elif name == "matmul" and not kwargs:
+        given, rest = list(args), {}
+    else:
+        return None
+    pair = given[first : first + 2]
+    if len(pair) < 2 or not all(isinstance(x, torch.Tensor) and x.ndim in (3, 4) for x in pair):
+        return None
+    query, transposed = pair
+    if query.ndim != transposed.ndim or not query.is_floating_point() or query.shape[-1] != transposed.shape[-2]:
+        return None
+
+    def real(query, key):
+        return func(*given[:first], query, key.transpose(-1, -2), **rest)
+
+    return _Product(query, transposed.transpose(-1, -2), real, scale, biases)
+
+
+class AttentionCalls(TorchFunctionMode):
+    """Within it, written-out attention and torch's own are handed to `attend(call)` -> [B, H, T, D]."""
+
+    def __init__(self, attend: Callable[[Call], torch.Tensor]):
+        super().__init__()
+        self.attend = attend
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Spots torch's own attention and products that may be scores."""
+        kwargs = kwargs or {}
+        if any(isinstance(a, Scores) for a in (*args, *kwargs.values())):
+            return _apply(func, args, kwargs)
+        if func is scaled_dot_product_attention:
+            return self._torch(func, args, kwargs)
+        found = _product(func, args, kwargs)
+        if found is None:
+            return func(*args, **kwargs)
+        shape = (
+            *torch.broadcast_shapes(found.query.shape[:-2], found.key.shape[:-2]),
+            found.query.shape[-2],
+            found.key.shape[-2],
+        )
+        made = _Made(self, found.query, found.key, found.real, found.scale, found.biases)
+        return _placeholder(_empty(shape, found.query.dtype), made)
+
+    def ask(self, func: Callable, weights: Scores, value: torch.Tensor) -> torch.Tensor | None:
+        """attend's answer in the shape that weights @ value has; None where heads or dtypes are not an attention's."""
+        made, plain = weights.made, _plain(weights)
+        if not made.grid or value.ndim != plain.ndim or math.prod(plain.shape[:-2]) != math.prod(made.grid):
+            return None
+        batch = made.grid[0]
+        q = made.query.reshape(batch, -1, *made.query.shape[-2:])
+        k, v = made.key.reshape(batch, -1, *made.key.shape[-2:]), value.reshape(batch, -1, *value.shape[-2:])
+        bias = None
+        for b in made.biases:
+            b = b if b.ndim == 4 else b.reshape(batch, -1, *b.shape[-2:])
+            bias = b if bias is None else bias + b
+
+        def stock(q, k, v):
+            weights = made.real(*(x.reshape(o.shape).to(o.dtype) for x, o in ((q, made.query), (k, made.key))))
+            return func(weights, v.reshape(value.shape).to(value.dtype)).reshape(q.shape[:3] + v.shape[3:])
+
+        narrow = [_narrowed(x, v.dtype) for x in (q, k)]
+        if any(x is None for x in narrow):
+            return None
+        call = Call(*narrow, v, bias, made.scale, False, stock)
+        return self.attend(call).reshape(*plain.shape[:-2], q.shape[2], v.shape[3])
+
+    def _torch(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        query, key, value, mask = (given.get(name) for name in names[:4])
+        if given.get("dropout_p"):
+            raise ValueError("attention: its dropout is not covered, set it to 0")
+        if query.ndim != 4:
+            return func(*args, **kwargs)
+        more = {name: given[name] for name in names[3:] if name in given}
+        bias = _hiding(~mask) if mask is not None and mask.dtype == torch.bool else mask
+        scale = given.get("scale") or query.shape[-1] ** -0.5
+
+        def stock(q, k, v):
+            return func(q, k, v, **more)
+
+        return self.attend(Call(query, key, value, bias, scale, bool(given.get("is_causal")), stock))
+
+
+def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    """x in the dtype of the values; None where that would round it: it was more than widened for the product."""
+    narrow = x.to(dtype)
+    return narrow if narrow.dtype == x.dtype or torch.equal(narrow.to(x.dtype), x) else None
