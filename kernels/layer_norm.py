@@ -17,4 +17,4 @@ def reference(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, e
 
 
 LADDER = (Rung("keep"),)
-"""Where stock modules differ the learner's own class is adopted (norm_modules.py)."""
+"""Where stock modules differ the learner's own class is adopted (learner_module.py)."""

@@ -12,6 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch import nn
 
 from porter import race
 from porter.kernels.ladder import Rung
@@ -66,9 +67,11 @@ class Climb:
         if operation == "attention" and rung["choice"] in ("adopt", "pin"):
             kernel = "engine_attention"
         if "learner_class" in rung["settings"]:
-            kernel = "norm_modules"
+            kernel = "learner_module"
         if rung["seam"] == "linear_method" and rung["choice"] == "pin":
             kernel = ""
+        if operation == "linear" and rung["choice"] == "replace" and len(group[0].event.outputs) > 1:
+            rung = rung | {"settings": rung["settings"] | {"bias_apart": True}}
         if operation == "attention" and rung["choice"] != "keep":
             rung = rung | {"settings": rung["settings"] | self._attention_settings(group[0])}
         return {
@@ -145,17 +148,26 @@ class Climb:
         return self._binding(site, operation, group, nobody, "; ".join(tried), tried)
 
     def _learner_class(self, operation: str, group: list[Comparison]) -> list[Rung]:
-        """The last rung of a norm: the learner's own class on the rollout, where all modules of the site are alike."""
-        from porter.kernels import norm_modules
+        """The last rung of a norm or an activation: the learner's own class on the rollout, where all are alike."""
+        from porter.kernels import learner_module
 
-        found = {}
-        for module in [self.model.get_submodule(c.module) for c in group if c.part == "leaf"]:
-            name = f"{type(module).__module__}:{type(module).__qualname__}"
-            settings = {"learner_class": name, "attributes": norm_modules.attributes_of(module)}
-            found[repr(settings)] = settings
-        if operation not in ("rms_norm", "layer_norm") or len(found) != 1:
+        if operation not in ("rms_norm", "layer_norm", "activation"):
             return []
-        return [Rung("adopt", side="rollout", seam="custom_op", settings=s) for s in found.values()]
+        found = {}
+        for module in [self._own_module(c) for c in group if c.part == "leaf" or operation == "activation"]:
+            name = f"{type(module).__module__}:{type(module).__qualname__}"
+            settings = {"learner_class": name, "attributes": learner_module.attributes_of(module)}
+            found[repr(settings)] = settings
+        alike = len(found) == 1 and "NoneType" not in next(iter(found))
+        return [Rung("adopt", side="rollout", seam="custom_op", settings=s) for s in found.values() if alike]
+
+    def _own_module(self, c: Comparison) -> nn.Module | None:
+        """The learner's module of this comparison: an activation is the sibling of the layer that it feeds."""
+        if c.operation != "activation":
+            return self.model.get_submodule(c.module)
+        parent = self.model.get_submodule(c.module.rpartition(".")[0])
+        found = [m for m in parent.children() if not any(True for _ in m.parameters()) and not any(m.children())]
+        return next((m for m in found if not isinstance(m, nn.Dropout | nn.Identity)), None)
 
     # -- judges: why refused, or None; then what runs in the race, w -> (x -> y), or None where speed is no question --
 
@@ -188,7 +200,7 @@ class Climb:
                 parts[0].event,
                 [t for p in sorted(parts, key=lambda c: c.part != "leaf") for t in p.learner],
             )
-            replay = self._own(parts[0]) if "learner_class" in rung.settings else module.replay
+            replay = self._own(parts[0], rung.settings) if "learner_class" in rung.settings else module.replay
             made = replay(rung.settings, event.inputs, **extra(parts))
             bad = sum(unequal(a.contiguous(), b.reshape(a.shape)) for a, b in zip(made, wanted, strict=False))
             if bad:
@@ -204,9 +216,12 @@ class Climb:
                     return f"rows alone differ at {event.name}: {bad} elements", None
         return None, None
 
-    def _own(self, c: Comparison):
-        """The learner's norm in the engine's calling convention: (x) or (x, residual) -> y, sum."""
-        norm = self.model.get_submodule(c.module)
+    def _own(self, c: Comparison, settings: dict[str, Any]):
+        """The learner's module in the engine's calling convention: (x) or (x, residual) -> y, sum."""
+        from porter.kernels import learner_module
+
+        own = self._own_module(c)
+        norm = learner_module.made(settings["learner_class"], settings["attributes"], own)
 
         def replay(settings, inputs, **_):
             total = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
@@ -214,6 +229,9 @@ class Climb:
                 return [norm(total), total]
 
         return replay
+
+    def _judge_activation(self, rung, group):
+        return self._judge_follower(rung, group, lambda parts: {})
 
     def _judge_layer_norm(self, rung, group):
         return self._judge_follower(rung, group, lambda parts: {})

@@ -126,26 +126,28 @@ class Replay:
 
     def _glue(self, name: str, learner, rollout, event: Event) -> None:
         """Blames the rollout's operation that produced the input of `event`; a norm with residual adds by itself."""
-        operation, source = {
-            "attention": ("rotary", "rotary"),
-            "linear": ("gated_activation", "gated_activation"),
-        }.get(event.operation, ("", ""))
-        before = [e for e in self.events[: event.index] if e.operation == source]
-        maker = before[-1] if before and source and not self._between(before[-1], event) else event
+        sources = {"attention": ("rotary",), "linear": ("gated_activation", "activation")}.get(event.operation, ())
+        before = [e for e in self.events[: event.index] if e.operation in sources]
+        maker = before[-1] if before and not self._between(before[-1], event) else event
         site = site_of(maker.name) if maker is not event else site_of(event.name)
-        if operation == "rotary":  # one shared module serves all layers: name it by the attention it feeds
+        if maker.operation == "rotary":  # one shared module serves all layers: name it by the attention it feeds
             site = site_of(event.name).rpartition(".")[0] + "." + maker.name.rpartition(".")[2]
         self._add(site, name, maker.operation, "glue", learner, rollout, maker)
 
     def _between(self, a: Event, b: Event) -> bool:
-        return any(e.operation in ("linear", "attention") for e in self.events[a.index + 1 : b.index])
+        others = ("linear", "attention", "rms_norm", "layer_norm")
+        return any(e.operation in others for e in self.events[a.index + 1 : b.index])
 
     def _leaf(self, name: str, module: nn.Module, operation: str, place: Place):
         event = self.by_name[place.name]
         stock = module.forward
 
+        whole = event.outputs[0]
+        if operation == "linear" and len(event.outputs) > 1:
+            whole = whole + event.outputs[1]  # a bias that the rollout adds apart
+
         def forward(x, *args, **kwargs):
-            rows = event.outputs[0] if place.rows is None else event.outputs[0][..., place.rows]
+            rows = whole if place.rows is None else whole[..., place.rows]
             if operation == "embedding":
                 own = stock(x)
                 if unequal(own.contiguous(), rows.reshape(own.shape)):

@@ -32,7 +32,13 @@ OPERATION_CLASSES = {
     "RotaryEmbeddingBase": "rotary",
     "SiluAndMul": "gated_activation",
     "GeluAndMul": "gated_activation",
+    **dict.fromkeys(
+        ("GELU", "NewGELU", "FastGELU", "QuickGELU", "GELUTanh", "ReLUSquaredActivation", "ReLU", "SiLU", "Tanh"),
+        "activation",
+    ),
 }
+ROW_WISE = ("linear", "rms_norm", "layer_norm", "activation", "gated_activation")
+"""Operations that compute each row by itself."""
 SUFFIXES = {"RMSNorm": "rms_norm", "LayerNorm": "layer_norm"}
 """How a class of a model's own is called that computes a known operation in a form of its own."""
 FACTS = (
@@ -180,15 +186,15 @@ class WorkerProbe:
         result: dict[str, dict[str, int]] = {}
         with torch.inference_mode(), safe_open(str(Path(folder) / "tensors.safetensors"), "pt") as tensors:
             for index, event in enumerate(json.loads((Path(folder) / "events.json").read_text())):
-                if (
-                    event["operation"] not in ("linear", "rms_norm", "layer_norm", "gated_activation")
-                    or event["name"] in result
-                ):
+                if event["operation"] not in ROW_WISE or event["name"] in result:
                     continue
                 inputs = [tensors.get_tensor(f"{index}.in.{j}") for j in range(event["inputs"])]
                 outputs = [tensors.get_tensor(f"{index}.out.{j}") for j in range(event["outputs"])]
                 axis = token_axis(outputs[0])
                 rows = outputs[0].shape[axis]
+                outputs = [
+                    t for t in outputs if t.ndim > axis and t.shape[axis] == rows
+                ]  # not a bias to be added later
                 if any(t.shape[axis] != rows for t in inputs):
                     continue
                 module, unequal = modules[event["name"]], {"repeat": 0, "1": 0, "2": 0, "7": 0}

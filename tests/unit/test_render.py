@@ -60,7 +60,7 @@ def modelled() -> Plan:
     model = Binding(
         site="model", op="modelling", choice="adopt", side="rollout", seam="modelling", rollout_modules=("model",)
     )
-    norm = binding("input_layernorm", "rms_norm", "adopt", "rollout", "custom_op", "norm_modules", **own)
+    norm = binding("input_layernorm", "rms_norm", "adopt", "rollout", "custom_op", "learner_module", **own)
     return plan(bindings=(model, norm, *plan().bindings[3:]))
 
 
@@ -124,7 +124,7 @@ def test_a_port_on_the_modelling_code_chooses_it_before_the_model_is_constructed
     files = render.files_of(modelled())
     assert 'model_config.model_impl = "transformers"' in files["zm_port_tiny/rollout_modelling.py"]
     assert "rollout_modelling.prepare(model_config)" in files["zm_port_tiny/plugin.py"]
-    assert "zm_port_tiny/kernels/norm_modules.py" in files
+    assert "zm_port_tiny/kernels/learner_module.py" in files
     assert "zm_port_tiny/rollout_modelling.py" not in render.files_of(plan())
 
 

@@ -1,4 +1,4 @@
-"""A norm computed by the learner's own class: any kind and rounding that modelling code has, on the rollout.
+"""A norm or an activation computed by the learner's own class: any kind and rounding of modelling code, on the rollout.
 
 Shape legend: x [..., C] and parameters of one dtype; y like x.
 """
@@ -14,31 +14,39 @@ from torch import nn
 
 from .operation import operation
 
-_NORMS: dict[str, nn.Module] = {}
+_MODULES: dict[str, nn.Module] = {}
 
 _operation = operation(
-    "norm_module(Tensor x, str key, str site) -> Tensor",
-    lambda x, key: _NORMS[key](x).contiguous(),
+    "learner_module(Tensor x, str key, str site) -> Tensor",
+    lambda x, key: _MODULES[key](x).contiguous(),
     shape=lambda x, *a: torch.empty_like(x),
 )
 
 
-def norm(name: str, attributes: dict[str, Any], owner: nn.Module, site: str) -> Callable:
+def learner_module(name: str, attributes: dict[str, Any], owner: nn.Module, site: str) -> Callable:
     """x -> y by the forward of class `name` ("module:Class") on the parameters of `owner`, whatever is loaded there."""
-    module, _, kind = name.partition(":")
-    cls = getattr(importlib.import_module(module), kind)
-    made = cls.__new__(cls)
-    nn.Module.__init__(made)
-    for attribute, value in attributes.items():
-        setattr(made, attribute, tuple(value) if isinstance(value, list) else value)
-    made._parameters = owner._parameters
-    key = f"{site} {len(_NORMS)}"
-    _NORMS[key] = made
+    key = f"{site} {len(_MODULES)}"
+    _MODULES[key] = made(name, attributes, owner)
     return lambda x: _operation(x, key, site)
 
 
+def made(name: str, attributes: dict[str, Any], owner: nn.Module) -> nn.Module:
+    """An instance in evaluation mode: without its constructor where it has parameters, which are the owner's."""
+    module, _, kind = name.partition(":")
+    cls = getattr(importlib.import_module(module), kind)
+    if owner._parameters:
+        instance = cls.__new__(cls)
+        nn.Module.__init__(instance)
+    else:
+        instance = cls()  # an activation: what its constructor builds may be a function
+    for attribute, value in attributes.items():
+        setattr(instance, attribute, tuple(value) if isinstance(value, list) else value)
+    instance._parameters = owner._parameters
+    return instance.eval()
+
+
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """What a norm's forward reads beside its parameters: plain values set by its constructor."""
+    """What a module's forward reads beside its parameters: plain values set by its constructor."""
     plain = (bool, int, float, str)
     found: dict[str, Any] = {name: None for name, value in module._parameters.items() if value is None}
     for name, value in vars(module).items():

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
-from porter.kernels import norm_modules
+from porter.kernels import learner_module
 from porter.kernels.operation import CALLS
 from porter.trace import unequal
 
@@ -27,7 +27,7 @@ def test_it_has_the_bits_of_the_learners_norm_and_follows_its_owner(name):
         nn.init.normal_(value)
         owner.register_parameter(parameter, nn.Parameter(value.detach().clone()))
     kind = f"{type(learner).__module__}:{type(learner).__qualname__}"
-    norm = norm_modules.norm(kind, norm_modules.attributes_of(learner), owner, "a site")
+    norm = learner_module.learner_module(kind, learner_module.attributes_of(learner), owner, "a site")
     x, before = torch.randn(5, 48).bfloat16(), CALLS["a site"]
     assert unequal(norm(x), learner(x)) == 0 and CALLS["a site"] == before + 1
     assert unequal(norm(x[2:3]), learner(x)[2:3]) == 0
