@@ -85,7 +85,10 @@ def test_attention_is_registered_as_torch_expects(dtype):
     q, k, v = learner_layout(9, dtype)
     torch.library.opcheck(attention.packed.registered, (q, k, v, *settings, None, None, "test"))
     grad = torch.ones(9, 4, 32, dtype=dtype)
-    torch.library.opcheck(attention._backward.registered, (grad, q.detach(), k.detach(), v.detach(), *settings, "test"))
+    torch.library.opcheck(
+        attention._backward.registered,
+        (grad, q.detach(), k.detach(), v.detach(), *settings[:2], None, *settings[2:], "test"),
+    )
 
 
 @needs_vllm
@@ -125,6 +128,18 @@ def test_attention_gradients_are_within_one_rounding_of_the_reference(dtype, win
         assert (a.double() - r).abs().le(STEP[dtype] * r.abs() + 114 * 2**-24 * r.abs().max()).all()
 
 
+def test_position_slopes_reach_the_forward_and_its_gradients():
+    leaves, slopes = learner_layout(41, torch.float32), torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    grad = drawn((41, 4, 32), seed=1)[0].detach().float()
+    y = attention.packed(*leaves, starts(41), starts(41), 0.2, 0, 0.0, slopes, None, "test")
+    made = torch.autograd.grad(y, leaves, grad)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    wanted = attention.reference(*wide, scale=0.2, slopes=slopes)
+    assert (y.double() - wanted).abs().max() < 1e-5
+    for a, r in zip(made, torch.autograd.grad(wanted, wide, grad.double()), strict=True):
+        assert (a.double() - r).abs().max() <= 114 * 2**-24 * r.abs().max()  # as above
+
+
 @needs_vllm
 def test_the_engines_attention_has_the_same_backward():
     leaves = learner_layout(61, torch.bfloat16)
@@ -137,9 +152,8 @@ def test_the_engines_attention_has_the_same_backward():
 
 def test_what_has_no_gradient_says_so_in_one_line():
     q, k, v = learner_layout(9, torch.float32)
-    slopes = torch.ones(4)
-    y = attention.packed(q, k, v, starts(9), starts(9), 0.2, 0, 0.0, slopes, None, "test")
-    with pytest.raises(ValueError, match="no backward with ALiBi slopes or sinks"):
+    y = attention.packed(q, k, v, starts(9), starts(9), 0.2, 0, 0.0, None, torch.ones(4), "test")
+    with pytest.raises(ValueError, match="no backward with sinks"):
         y.sum().backward()
     (first,) = torch.autograd.grad(attend(attention, q, k, v, (9,)).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="attention: no second derivative"):
