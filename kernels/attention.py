@@ -39,8 +39,13 @@ def _kernel() -> ctypes.CDLL:
     return kernel
 
 
-def _pointer(x: torch.Tensor | None):
-    return None if x is None else x.data_ptr()
+def _of_heads(x: torch.Tensor | None, heads: int):
+    """Pointer to slopes or sinks."""
+    if x is None:
+        return None
+    if tuple(x.shape) != (heads,) or x.dtype != torch.float32 or not x.is_contiguous():
+        raise ValueError(f"attention: slopes or sinks {tuple(x.shape)} {x.dtype} for {heads} heads, float32 is read")
+    return x.data_ptr()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +69,7 @@ def _paged(q, cache, y, starts, lengths, table, scale, window, softcap, slopes, 
     failed = _kernel().attention(
         q.data_ptr(), q.stride(0), cache.data_ptr(), y.data_ptr(), y.stride(0), starts.data_ptr(), lengths.data_ptr(),
         table.data_ptr(), table.stride(0), lengths.shape[0], q.shape[1], kv_heads, q.shape[2], block,
-        cache.stride(0) * width, cache.stride(1) * width, window, scale, softcap, _pointer(slopes), _pointer(sinks),
+        cache.stride(0) * width, cache.stride(1) * width, window, scale, softcap, _of_heads(slopes, q.shape[1]), _of_heads(sinks, q.shape[1]),
         DTYPES[q.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if failed:

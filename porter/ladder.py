@@ -73,7 +73,7 @@ class Climb:
         if operation == "linear" and rung["choice"] == "replace" and len(group[0].event.outputs) > 1:
             rung = rung | {"settings": rung["settings"] | {"bias_apart": True}}
         if operation == "attention" and rung["choice"] != "keep":
-            rung = rung | {"settings": rung["settings"] | self._attention_settings(group[0])}
+            rung = rung | {"settings": rung["settings"] | self._attention_settings(group)}
         return {
             "site": site,
             "op": operation,
@@ -90,9 +90,10 @@ class Climb:
             "tried": tried,
         }
 
-    def _attention_settings(self, c: Comparison) -> dict[str, Any]:
+    def _attention_settings(self, group: list[Comparison]) -> dict[str, Any]:
         """What the seams have to know besides the rung: only what this model has."""
-        slopes, written = self.facts[c.event.name]["facts"].get("slopes"), c.arguments.get("written_out")
+        slopes = self.facts[group[0].event.name]["facts"].get("slopes")
+        written = any(c.arguments.get("written_out") for c in group)
         return ({"slopes": slopes} if slopes else {}) | ({"written_out": True} if written else {})
 
     def _module(self, c: Comparison) -> str:

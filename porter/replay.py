@@ -77,6 +77,22 @@ def places(learner: dict[str, tuple[nn.Module, str]], rollout: dict[str, Any]) -
     return found
 
 
+def reordered(own: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+    """The order of `rows`' [T, N] columns that makes them `own`'s but for roundings; None where there is no other one.
+
+    A fused projection may lay heads out in another order on each side: query, key and value of one head, or of all.
+    """
+    if own.shape != rows.shape or _near(own, rows):
+        return None
+    apart = torch.cdist(own.T.float().contiguous(), rows.T.float().contiguous())
+    order = apart.argmin(1)
+    return order if len(order.unique()) == len(order) and _near(own, rows[:, order]) else None
+
+
+def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a.float() - b.float()).norm() <= 0.05 * a.float().norm())
+
+
 class Replay:
     """One pass over one recorded prefill. `comparisons` holds the result in call order."""
 
@@ -159,6 +175,9 @@ class Replay:
                     return self._heads_first(name, operation, stock, event, x)
                 self._glue(name, [x.reshape(fed.shape)], [fed], event)
                 own = stock(fed.reshape(x.shape))
+                if operation == "linear":
+                    order = reordered(own.reshape(len(rows), -1), rows.reshape(len(rows), -1))
+                    rows = rows if order is None else rows[..., order]
             self._add(site_of(event.name), name, operation, "leaf", [own], [rows], event)
             return rows.reshape(own.shape)
 

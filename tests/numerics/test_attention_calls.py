@@ -7,7 +7,9 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, BloomConfig, CodeGenConfig, FalconConfig, GPTJConfig
 
+from porter.kernels import attention
 from porter.kernels.attention_calls import AttentionCalls, Scores
+from porter.replay import reordered
 
 SIZES = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2}
 FALCON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, **SIZES}
@@ -97,3 +99,18 @@ def test_dropout_of_the_weights_is_refused():
     q = torch.randn(1, 2, 6, 16)
     with AttentionCalls(_refuse), pytest.raises(ValueError, match="dropout"):
         functional.dropout(functional.softmax(q @ q.mT, -1), 0.1, True) @ q
+
+
+def test_slopes_of_another_dtype_are_refused():
+    q = torch.randn(5, 4, 32).bfloat16()
+    starts = torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match="slopes or sinks .* float32 is read"):  # a model is built in its own dtype
+        attention.packed(q, q, q, starts, starts, 0.2, 0, 0.0, alibi(4).bfloat16(), None, "test")
+
+
+def test_a_fused_projection_in_another_order_is_told_from_another_function():
+    own = torch.randn(9, 24)
+    order = torch.randperm(24)
+    rows = (own + 1e-3 * torch.randn(9, 24))[:, order]
+    assert torch.equal(reordered(own, rows), order.argsort())
+    assert reordered(own, own + 1e-3) is None and reordered(own, torch.randn(9, 24)) is None
