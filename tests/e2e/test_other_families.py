@@ -15,10 +15,18 @@ GPT_NEOX = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     "use_parallel_residual": True, "hidden_act": "gelu", "dtype": "bfloat16",
 }  # fmt: skip
-# Positions by slopes, attention that goes through no interface: the catalogue has no binding for its learner.
+# Positions by slopes, attention written out in torch operations, a fused projection in another order on each side.
 BLOOM = {
     "architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 128, "n_head": 4, "n_layer": 2,
     "vocab_size": 512, "dtype": "bfloat16",
+}  # fmt: skip
+# Beyond the original length one side chooses its rotary factors by the sequence, the other by the engine's longest.
+PHI3 = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 128, "intermediate_size": 256,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 512,
+    "max_position_embeddings": 2048, "original_max_position_embeddings": 64, "rms_norm_eps": 1e-5, "dtype": "bfloat16",
+    "rope_theta": 10000.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [1.0 + i for i in range(16)]},
 }  # fmt: skip
 
 
@@ -36,9 +44,18 @@ def test_a_family_of_the_transformers_backend_reaches_zero(command, tmp_path):
     assert not [c for c in report["checks"] if c["required"] and c["status"] != "pass"]
 
 
-def test_what_the_catalogue_cannot_place_is_a_task_for_a_person(command, tmp_path):
+def test_a_family_that_writes_its_attention_out_reaches_zero(command, tmp_path):
     done, report = port(command, tmp_path, BLOOM)
+    assert done.code in (0, 7) and report["mismatch"]["unequal"] == 0 and report["mismatch"]["tokens"] > 3000
+    bound = {b["op"]: b for b in report["bindings"] if b["choice"] != "keep"}
+    assert bound["attention"]["calls_rollout"] and bound["attention"]["calls_learner"]
+    assert bound["activation"]["side"] == "rollout"
+
+
+def test_two_functions_are_for_a_person(command, tmp_path):
+    done, report = port(command, tmp_path, PHI3)
     assert done.code == 3 and report["verdict"] == "escalate" and report["throughput"] is None
-    task = json.loads((tmp_path / "run" / "task.json").read_text())
-    assert task["author"] or task["unplaced"]
+    (first, *_) = [f for f in report["findings"] if f["kind"] == "semantic"]
+    assert "rope" in first["decided_by"]
+    assert json.loads((tmp_path / "run" / "task.json").read_text())["semantic"]
     assert "Traceback" not in done.err
