@@ -69,8 +69,8 @@ def _paged(q, cache, y, starts, lengths, table, scale, window, softcap, slopes, 
     failed = _kernel().attention(
         q.data_ptr(), q.stride(0), cache.data_ptr(), y.data_ptr(), y.stride(0), starts.data_ptr(), lengths.data_ptr(),
         table.data_ptr(), table.stride(0), lengths.shape[0], q.shape[1], kv_heads, q.shape[2], block,
-        cache.stride(0) * width, cache.stride(1) * width, window, scale, softcap, _of_heads(slopes, q.shape[1]), _of_heads(sinks, q.shape[1]),
-        DTYPES[q.dtype], torch.get_num_threads(),
+        cache.stride(0) * width, cache.stride(1) * width, window, scale, softcap,
+        _of_heads(slopes, q.shape[1]), _of_heads(sinks, q.shape[1]), DTYPES[q.dtype], torch.get_num_threads(),
     )  # fmt: skip
     if failed:
         raise ValueError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,10 +63,9 @@ class Call:
         if slopes is None:
             return not bool(bias[seen].any())
         line = slopes.double()[:, None, None] * torch.arange(bias.shape[-1], dtype=torch.float64)
-        apart = (bias - line).masked_fill(~seen, math.nan)
-        middle = apart.nan_to_num(math.inf).amin(-1, keepdim=True)
-        room = 2 * torch.finfo(self.bias.dtype).eps * bias.masked_fill(~seen, 0).abs().amax(-1, keepdim=True)
-        return bool(((apart - middle) <= 2 * room).logical_or(~seen).all())
+        apart = (bias - line).masked_fill(~seen, math.inf)
+        room = 4 * torch.finfo(self.bias.dtype).eps * bias.masked_fill(~seen, 0).abs().amax(-1, keepdim=True)
+        return bool(((apart - apart.amin(-1, keepdim=True) <= room) | ~seen).all())
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,13 @@ IN_PLACE = ("__imul__", "__itruediv__", "__iadd__", "mul_", "div_", "add_", "mas
 NAMES = {"__mul__": "mul", "__rmul__": "mul", "__imul__": "mul", "mul_": "mul", "multiply": "mul",
          "__truediv__": "div", "__itruediv__": "div", "div_": "div", "true_divide": "div", "divide": "div",
          "__add__": "add", "__radd__": "add", "__iadd__": "add", "add_": "add", "masked_fill_": "masked_fill",
-         "__matmul__": "matmul", "__rmatmul__": "matmul", "bmm": "matmul"}  # fmt: skip
+         "__matmul__": "matmul", "bmm": "matmul"}  # fmt: skip
+
+
+def _name(func: Callable) -> tuple[str, str]:
+    """A function's own name, and the one name of all that do the same."""
+    name = getattr(func, "__name__", "")
+    return name, NAMES.get(name, name)
 
 
 def _number(x: Any) -> float | None:
@@ -130,24 +135,21 @@ def _number(x: Any) -> float | None:
 
 
 def _apply(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    name = getattr(func, "__name__", "")
+    name, known = _name(func)
     if name == "__get__" or name in ("size", "dim", "numel", "is_floating_point", "stride", "__len__"):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    known = NAMES.get(name, name)
-    scores = next((a for a in args if isinstance(a, Scores)), None)
-    if scores is None:
-        scores = next((a for a in kwargs.values() if isinstance(a, Scores)), None)
+    scores = next((a for a in args if isinstance(a, Scores)), None)  # those given by name are computed
     if scores is not None:
         made = scores.made
         if known == "matmul" and made.softmax and args[0] is scores and isinstance(args[1], torch.Tensor):
             found = made.calls.ask(func, scores, args[1])
             if found is not None:
                 return found
-        elif args and (args[0] is scores or known in ("add", "mul", "where")):
+        elif args[0] is scores or known in ("add", "mul", "where"):
             following = _following(known, made, scores, args, kwargs)
             if following is not None:
-                return _next(func, name, following, scores, args, kwargs)
+                return _next(func, following, scores, args, kwargs)
     return func(*_really(args), **{k: _really((v,))[0] for k, v in kwargs.items()})
 
 
@@ -185,36 +187,27 @@ def _hiding(hidden: torch.Tensor) -> torch.Tensor:
     return torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
 
 
-def _next(func: Callable, name: str, made: _Made, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _next(func: Callable, made: _Made, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The placeholder after one more operation."""
-    before = scores.made
+    (name, known), before, plain = _name(func), scores.made, _plain(scores)
 
     def real(query, key):
         done = before.real(query, key)
         return func(*[done if a is scores else a for a in args], **kwargs)
 
-    plain = _plain(scores)
-    known = NAMES.get(name, name)
     if known in SHAPED:
-        like = (
-            plain.reshape(*args[1:], **kwargs)
-            if known in ("view", "reshape")
-            else getattr(plain, known)(*args[1:], **kwargs)
-        )
+        like = getattr(plain, "reshape" if known == "view" else known)(*args[1:], **kwargs)
         if like.shape[-2:] != plain.shape[-2:]:
             return func(*_really(args), **kwargs)
     elif known in CAST:
         one = getattr(torch.empty((), dtype=plain.dtype), known)(*[_really((a,))[0] for a in args[1:]], **kwargs)
         like = _empty(plain.shape, one.dtype)
     else:
-        others = [
-            _empty(a.shape, a.dtype)
-            for a in args
-            if isinstance(a, torch.Tensor) and a is not scores and a.dtype != torch.bool
-        ]
-        dtype = torch.result_type(plain, others[0]) if others and known == "add" else plain.dtype
-        shape = torch.broadcast_shapes(plain.shape, *(o.shape for o in others)) if known == "add" else plain.shape
-        like = _empty(shape, kwargs.get("dtype") or dtype)
+        shape, dtype = plain.shape, kwargs.get("dtype") or plain.dtype
+        if known == "add":
+            other = next(a for a in args if a is not scores)
+            shape, dtype = torch.broadcast_shapes(shape, other.shape), torch.result_type(plain, other)
+        like = _empty(shape, dtype)
     made = replace(made, real=real)
     if name in IN_PLACE:
         scores.made = made
@@ -234,27 +227,16 @@ def _really(values: Any) -> list[Any]:
     return found
 
 
-@dataclass
-class _Product:
-    """How the first product was written: query and key as given, and the function of others like them."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    real: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    scale: float = 1.0
-    biases: tuple[torch.Tensor, ...] = field(default_factory=tuple)
-
-
-def _product(func: Callable, args: tuple, kwargs: dict[str, Any]) -> _Product | None:
+def _product(calls: AttentionCalls, func: Callable, args: tuple, kwargs: dict[str, Any]) -> _Made | None:
     """The product of queries [.., T, D] and transposed keys [.., D, S] that this call may be."""
-    name = NAMES.get(getattr(func, "__name__", ""), getattr(func, "__name__", ""))
+    _, known = _name(func)
     scale, biases, first = 1.0, (), 0
-    if name == "baddbmm":
+    if known == "baddbmm":
         beta, scale, first = kwargs.get("beta", 1), float(kwargs.get("alpha", 1)), 1
         given = [*args, *(kwargs[k] for k in ("batch1", "batch2") if k in kwargs)]
         biases = (given[0] * beta,) if beta else ()
         rest = {k: v for k, v in kwargs.items() if k not in ("batch1", "batch2")}
-    elif name == "matmul" and not kwargs:
+    elif known == "matmul" and not kwargs:
         given, rest = list(args), {}
     else:
         return None
@@ -268,7 +250,7 @@ def _product(func: Callable, args: tuple, kwargs: dict[str, Any]) -> _Product | 
     def real(query, key):
         return func(*given[:first], query, key.transpose(-1, -2), **rest)
 
-    return _Product(query, transposed.transpose(-1, -2), real, scale, biases)
+    return _Made(calls, query, transposed.transpose(-1, -2), real, scale, biases)
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -285,16 +267,12 @@ class AttentionCalls(TorchFunctionMode):
             return _apply(func, args, kwargs)
         if func is scaled_dot_product_attention:
             return self._torch(func, args, kwargs)
-        found = _product(func, args, kwargs)
-        if found is None:
+        made = _product(self, func, args, kwargs)
+        if made is None:
             return func(*args, **kwargs)
-        shape = (
-            *torch.broadcast_shapes(found.query.shape[:-2], found.key.shape[:-2]),
-            found.query.shape[-2],
-            found.key.shape[-2],
-        )
-        made = _Made(self, found.query, found.key, found.real, found.scale, found.biases)
-        return _placeholder(_empty(shape, found.query.dtype), made)
+        q, k = made.query.shape, made.key.shape
+        shape = (*torch.broadcast_shapes(q[:-2], k[:-2]), q[-2], k[-2])
+        return _placeholder(_empty(shape, made.query.dtype), made)
 
     def ask(self, func: Callable, weights: Scores, value: torch.Tensor) -> torch.Tensor | None:
         """attend's answer in the shape that weights @ value has; None where heads or dtypes are not an attention's."""

@@ -97,12 +97,17 @@ def _label(settings: dict[str, Any]) -> str:
 def _ruled_out(
     candidate: dict[str, Any], best: dict[str, Any], seconds: dict[str, float], gathered: dict[str, Any], own: str
 ) -> str:
-    """Why a candidate is out without a start of its own; empty where it has to be measured."""
+    """Why a candidate is out without a start of its own; empty where it has to be measured.
+
+    seconds: what `best` took. own: the checkpoint's dtype, in which iteration 0 ran eager.
+    """
     if gathered and candidate["dtype"] != best["dtype"]:
         times = [t if candidate["dtype"] == "float32" else 1 / t for t in gathered["float32_time"]]
         if times and min(times) >= CLEARLY:
             return f"its linear layers alone take {min(times):.1f} to {max(times):.1f} times as long"
-    elif gathered and candidate["dtype"] == own and _total(gathered["eager"]) >= _total(seconds):
+    elif (
+        gathered and candidate == {"dtype": own, "enforce_eager": True} and _total(gathered["eager"]) >= _total(seconds)
+    ):
         return ", ".join(f"{load} {took:.2f} s" for load, took in gathered["eager"].items())
     return ""
 

@@ -154,13 +154,16 @@ class Climb:
 
         if operation not in ("rms_norm", "layer_norm", "activation"):
             return []
+        modules = [self._own_module(c) for c in group if c.part == "leaf" or operation == "activation"]
+        if None in modules:
+            return []
         found = {}
-        for module in [self._own_module(c) for c in group if c.part == "leaf" or operation == "activation"]:
+        for module in modules:
             name = f"{type(module).__module__}:{type(module).__qualname__}"
             settings = {"learner_class": name, "attributes": learner_module.attributes_of(module)}
             found[repr(settings)] = settings
-        alike = len(found) == 1 and "NoneType" not in next(iter(found))
-        return [Rung("adopt", side="rollout", seam="custom_op", settings=s) for s in found.values() if alike]
+        alike = list(found.values()) if len(found) == 1 else []
+        return [Rung("adopt", side="rollout", seam="custom_op", settings=s) for s in alike]
 
     def _own_module(self, c: Comparison) -> nn.Module | None:
         """The learner's module of this comparison: an activation is the sibling of the layer that it feeds."""
@@ -234,8 +237,7 @@ class Climb:
     def _judge_activation(self, rung, group):
         return self._judge_follower(rung, group, lambda parts: {})
 
-    def _judge_layer_norm(self, rung, group):
-        return self._judge_follower(rung, group, lambda parts: {})
+    _judge_layer_norm = _judge_activation
 
     def _judge_rms_norm(self, rung, group):
         def extra(parts):

@@ -145,7 +145,7 @@ class Replay:
         sources = {"attention": ("rotary",), "linear": ("gated_activation", "activation")}.get(event.operation, ())
         before = [e for e in self.events[: event.index] if e.operation in sources]
         maker = before[-1] if before and not self._between(before[-1], event) else event
-        site = site_of(maker.name) if maker is not event else site_of(event.name)
+        site = site_of(maker.name)
         if maker.operation == "rotary":  # one shared module serves all layers: name it by the attention it feeds
             site = site_of(event.name).rpartition(".")[0] + "." + maker.name.rpartition(".")[2]
         self._add(site, name, maker.operation, "glue", learner, rollout, maker)
