@@ -5,10 +5,12 @@ Shape legend: x [T, 2 * F] = gate and up side by side; y [T, F].
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
-from .ladder import Rung
+from .ladder import Rung, Site
 from .operation import operation
 
 ACTIVATIONS = {
@@ -45,6 +47,8 @@ def gated_activation(x: torch.Tensor, activation: str, rounding: str, site: str)
     return _operation(x, activation, rounding, site)
 
 
+ENGINE_CLASSES = {"SiluAndMul": "silu", "GeluAndMul": "gelu"}
+
 LADDER = (
     Rung("keep"),
     Rung("adopt", side="rollout", seam="custom_op", settings={"rounding": "each_step"}),
@@ -52,6 +56,7 @@ LADDER = (
 )
 
 
-def replay(settings, inputs, *, activation, **_) -> list[torch.Tensor]:
+def replay(settings: dict[str, Any], inputs: list[torch.Tensor], site: Site) -> list[torch.Tensor]:
     """What the rollout would compute with this binding on recorded inputs (gate and up)."""
+    activation = ENGINE_CLASSES[site.kind] + ("_tanh" if site.facts.get("approximate") == "tanh" else "")
     return [ROUNDINGS[settings["rounding"]](inputs[0], activation)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor, nn
+
 Choice = Literal["keep", "adopt", "pin", "replace", "author"]
 
 
@@ -21,3 +23,13 @@ class Rung:
     side: Literal["none", "rollout", "learner", "both"] = "none"
     seam: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a kernel may know of a place on the rollout: its class, its settings and buffers, the learner's module there."""
+
+    kind: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    module: nn.Module | None = None

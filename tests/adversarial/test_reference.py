@@ -34,7 +34,7 @@ def climb(tokens: int = 20) -> tuple[Climb, list]:
 
 def test_an_honest_kernel_is_accepted():
     ladder, group = climb()
-    assert ladder._judge_attention(Choice("replace", side="both", seam="attention_impl"), group)[0] is None
+    assert ladder.judges.attention_layer(Choice("replace", side="both", seam="attention_impl"), group)[0] is None
 
 
 WRONG = {
@@ -52,7 +52,7 @@ def test_a_kernel_that_is_the_same_everywhere_and_wrong_is_refused(name, monkeyp
     honest = attention.packed
     monkeypatch.setattr(attention, "packed", lambda *a: honest(*WRONG[name](list(a))))
     ladder, group = climb()
-    refused, _ = ladder._judge_attention(Choice("replace", side="both", seam="attention_impl"), group)
+    refused, _ = ladder.judges.attention_layer(Choice("replace", side="both", seam="attention_impl"), group)
     assert refused and "\n" not in refused
 
 
