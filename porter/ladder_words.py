@@ -41,6 +41,8 @@ def findings(
 ) -> tuple[Finding, ...]:
     """Other functions first, then one numeric finding per site whose stock kernels differ, with what the port does."""
     reference = f"transformers {versions.get('transformers', '?')}, modelling code of {architecture}"
+    followed = bool(plan) and any(b.seam == "modelling" for b in plan.bindings)
+    told = "; the learner is followed: the rollout runs the modelling code" if followed else ""
     found = [
         Finding(
             kind="semantic",
@@ -48,7 +50,7 @@ def findings(
             layer=s["layer"],
             rollout_does=f"{s['rollout_does']} ({s['apart']})",
             learner_does=s["learner_does"],
-            decided_by=s["decided_by"],
+            decided_by=s["decided_by"] + told,
             reference=reference,
         )
         for s in semantic

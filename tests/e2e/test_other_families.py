@@ -30,10 +30,10 @@ PHI3 = {
 }  # fmt: skip
 
 
-def port(command, folder, config):
+def port(command, folder, config, *options):
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
-    done = command(folder / "model", "--hw", "cpu", "--twin", "--json", "--out", folder / "run")
+    done = command(folder / "model", "--hw", "cpu", "--twin", "--json", "--out", folder / "run", *options)
     return done, done.json()
 
 
@@ -59,3 +59,13 @@ def test_two_functions_are_for_a_person(command, tmp_path):
     assert "rope" in first["decided_by"]
     assert json.loads((tmp_path / "run" / "task.json").read_text())["semantic"]
     assert "Traceback" not in done.err
+
+
+def test_the_rollout_follows_where_a_person_says_that_the_learner_is_right(command, tmp_path):
+    done, report = port(command, tmp_path, PHI3, "--follow", "learner")
+    assert done.code in (0, 7) and report["mismatch"]["unequal"] == 0 and report["mismatch"]["tokens"] > 3000
+    (first, *_) = [f for f in report["findings"] if f["kind"] == "semantic"]
+    assert "the learner is followed" in first["decided_by"]
+    (model,) = [b for b in report["bindings"] if b["site"] == "model"]
+    assert model["side"] == "rollout" and model["choice"] == "adopt"
+    assert not [c for c in report["checks"] if c["required"] and c["status"] != "pass"]
