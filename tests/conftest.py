@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,9 @@ import pytest
 
 from porter import render
 from porter.plan import Binding, Plan, PlanModel
+
+# A shell starts background jobs with SIGINT ignored, and their children inherit that: the tests send it to theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 COMMAND = [sys.executable, "-m", "porter"]
 
