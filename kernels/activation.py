@@ -1,4 +1,6 @@
-"""An activation that is a module of its own, y = f(x): torch's kernels take each element alone.
+"""An activation that is a module of its own, y = f(x): kept where the stock kernels agree, rows alone and in a batch.
+
+torch's vectorised kernels may give an element other bits at the end of a tensor than inside it, so the ladder asks.
 
 Shape legend: x and y [..., C].
 """

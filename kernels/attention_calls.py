@@ -38,6 +38,7 @@ class Call:
     scale: float
     causal: bool
     stock: Stock
+    eps: float = 0.0  # of the coarsest dtype that a part of the bias had
 
     def visible(self) -> torch.Tensor | None:
         """[B, 1, T, S] of bool: the keys that each query sees; None for all before it.
@@ -55,7 +56,7 @@ class Call:
     def follows(self, slopes: torch.Tensor | None) -> bool:
         """True when what the bias adds to visible keys is slopes [H] times their position (Press et al. 2022), or nothing.
 
-        Up to a constant of the row, which a softmax does not see, and to the rounding of the bias in its own dtype.
+        Up to a constant of the row, which a softmax does not see, and to the rounding of each key's bias and slope.
         """
         if self.bias is None:
             return slopes is None
@@ -64,8 +65,9 @@ class Call:
             return not bool(bias[seen].any())
         line = slopes.double()[:, None, None] * torch.arange(bias.shape[-1], dtype=torch.float64)
         apart = (bias - line).masked_fill(~seen, math.inf)
-        room = 4 * torch.finfo(self.bias.dtype).eps * bias.masked_fill(~seen, 0).abs().amax(-1, keepdim=True)
-        return bool(((apart - apart.amin(-1, keepdim=True) <= room) | ~seen).all())
+        room = max(self.eps, torch.finfo(self.bias.dtype).eps) * bias.masked_fill(~seen, 0).abs()
+        least, where = apart.min(-1, keepdim=True)
+        return bool(((apart - least <= room + room.gather(-1, where)) | ~seen).all())
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,28 @@ class _Made:
     biases: tuple[torch.Tensor, ...] = ()
     softmax: bool = False
     grid: tuple[int, ...] = ()  # (B, H), once a placeholder had four dimensions
+    versions: tuple[int, ...] = ()  # of query and key at the product
+
+    def unchanged(self) -> _Made:
+        """Raises ValueError where an operand was written to after the product: its value is gone."""
+        if self.versions != _versions(self.query, self.key):
+            raise ValueError("attention: queries or keys are changed in place before their scores are used")
+        return self
+
+
+class _Memory:
+    """What placeholders share that would be views of each other; `version` counts the writes."""
+
+    version = 0
 
 
 class Scores(torch.Tensor):
-    """A placeholder: the shape and the dtype of scores or weights without their memory."""
+    """A placeholder: the shape and the dtype of scores or weights; `value` has their memory once something needed it."""
 
     made: _Made
+    value: torch.Tensor | None = None
+    memory: _Memory
+    seen: int
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -101,8 +119,9 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
         return x.as_subclass(torch.Tensor)
 
 
-def _placeholder(like: torch.Tensor, made: _Made) -> Scores:
+def _placeholder(like: torch.Tensor, made: _Made, view_of: Scores | None = None) -> Scores:
     scores = like.as_subclass(Scores)
+    scores.memory, scores.seen = (view_of.memory, view_of.seen) if view_of is not None else (_Memory(), 0)
     scores.made = replace(made, grid=tuple(like.shape[:2])) if like.ndim == 4 else made
     return scores
 
@@ -114,6 +133,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 SHAPED = ("view", "reshape", "contiguous", "unsqueeze", "squeeze", "flatten")
 CAST = ("to", "float", "half", "bfloat16", "type_as", "type")
 IN_PLACE = ("__imul__", "__itruediv__", "__iadd__", "mul_", "div_", "add_", "masked_fill_")
+KNOWN = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "names")  # without memory
 NAMES = {"__mul__": "mul", "__rmul__": "mul", "__imul__": "mul", "mul_": "mul", "multiply": "mul",
          "__truediv__": "div", "__itruediv__": "div", "div_": "div", "true_divide": "div", "divide": "div",
          "__add__": "add", "__radd__": "add", "__iadd__": "add", "add_": "add", "masked_fill_": "masked_fill",
@@ -126,6 +146,10 @@ def _name(func: Callable) -> tuple[str, str]:
     return name, NAMES.get(name, name)
 
 
+def _versions(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(0 if x.is_inference() else x._version for x in tensors)
+
+
 def _number(x: Any) -> float | None:
     if isinstance(x, bool) or isinstance(x, Scores):
         return None
@@ -134,14 +158,27 @@ def _number(x: Any) -> float | None:
     return float(x) if isinstance(x, torch.Tensor) and x.numel() == 1 and not x.requires_grad else None
 
 
+def _written(name: str, scores: Scores, kwargs: dict[str, Any]) -> None:
+    """Counts a write. Raises ValueError where a view of these scores was written to before: its write is not here."""
+    if scores.seen != scores.memory.version:
+        raise ValueError("attention: scores are changed in place through a view")
+    in_place = name in IN_PLACE or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if in_place or kwargs.get("inplace"):
+        scores.memory.version += 1
+        scores.seen = scores.memory.version
+
+
 def _apply(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     name, known = _name(func)
-    if name == "__get__" or name in ("size", "dim", "numel", "is_floating_point", "stride", "__len__"):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
     scores = next((a for a in args if isinstance(a, Scores)), None)  # those given by name are computed
     if scores is not None:
+        _written(name, scores, kwargs)
+    if scores is not None and scores.value is None:
         made = scores.made
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+        if attribute in KNOWN or name in ("size", "dim", "numel", "is_floating_point", "stride", "__len__"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if known == "matmul" and made.softmax and args[0] is scores and isinstance(args[1], torch.Tensor):
             found = made.calls.ask(func, scores, args[1])
             if found is not None:
@@ -155,8 +192,8 @@ def _apply(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _following(known: str, made: _Made, scores: Scores, args: tuple, kwargs: dict[str, Any]) -> _Made | None:
     """What one more operation makes of it; None where it is not understood."""
-    other = next((a for a in args if a is not scores), None)
-    if known in SHAPED or known in CAST:
+    other, dims = next((a for a in args if a is not scores), None), _plain(scores).ndim
+    if known in SHAPED or (known in CAST and (known != "type" or len(args) > 1)):
         return made
     if known == "dropout":
         p, training = _argument(args, kwargs, 1, "p", 0.5), _argument(args, kwargs, 2, "training", True)
@@ -169,18 +206,23 @@ def _following(known: str, made: _Made, scores: Scores, args: tuple, kwargs: dic
         factor = _number(other) if known == "mul" else 1 / _number(other)
         return replace(made, scale=made.scale * factor, biases=tuple(b * factor for b in made.biases))
     if known == "add" and isinstance(other, torch.Tensor) and not kwargs and not other.requires_grad:
-        return replace(made, biases=(*made.biases, other))
+        return replace(made, biases=(*made.biases, _bias(other, dims)))
     if known == "masked_fill" and len(args) == 3 and (_number(args[2]) or 0) <= HIDDEN:
-        return replace(made, biases=(*made.biases, _hiding(args[1])))
+        return replace(made, biases=(*made.biases, _bias(_hiding(args[1]), dims)))
     if known == "where" and len(args) == 3 and args[1] is scores and (_number(args[2]) or 0) <= HIDDEN:
-        return replace(made, biases=(*made.biases, _hiding(~args[0])))
-    if known == "softmax" and _argument(args, kwargs, 1, "dim", None) in (-1, _plain(scores).ndim - 1):
+        return replace(made, biases=(*made.biases, _bias(_hiding(~args[0]), dims)))
+    if known == "softmax" and _argument(args, kwargs, 1, "dim", None) in (-1, dims - 1):
         return replace(made, softmax=True)
     return None
 
 
 def _argument(args: tuple, kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
     return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _bias(bias: torch.Tensor, dims: int) -> torch.Tensor:
+    """What is added to scores of so many dimensions, with as many, as broadcasting reads it."""
+    return bias.reshape((1,) * (dims - bias.ndim) + bias.shape)
 
 
 def _hiding(hidden: torch.Tensor) -> torch.Tensor:
@@ -212,15 +254,19 @@ def _next(func: Callable, made: _Made, scores: Scores, args: tuple, kwargs: dict
     if name in IN_PLACE:
         scores.made = made
         return scores
-    return _placeholder(like, made)
+    may_be_a_view = known in SHAPED or (known in CAST and like.dtype == plain.dtype)
+    return _placeholder(like, made, scores if may_be_a_view else None)
 
 
 def _really(values: Any) -> list[Any]:
-    """Placeholders among the values computed, everything else as it is."""
+    """Placeholders among the values computed, once each, everything else as it is."""
     found = []
     for v in values:
         if isinstance(v, Scores):
-            v = v.made.real(v.made.query, v.made.key)
+            if v.value is None:
+                made = v.made.unchanged()
+                v.value = made.real(made.query, made.key)
+            v = v.value
         elif isinstance(v, list | tuple) and any(isinstance(x, Scores) for x in v):
             v = type(v)(_really(v))
         found.append(v)
@@ -250,7 +296,8 @@ def _product(calls: AttentionCalls, func: Callable, args: tuple, kwargs: dict[st
     def real(query, key):
         return func(*given[:first], query, key.transpose(-1, -2), **rest)
 
-    return _Made(calls, query, transposed.transpose(-1, -2), real, scale, biases)
+    key = transposed.transpose(-1, -2)
+    return _Made(calls, query, key, real, scale, biases, versions=_versions(query, key))
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -276,7 +323,7 @@ class AttentionCalls(TorchFunctionMode):
 
     def ask(self, func: Callable, weights: Scores, value: torch.Tensor) -> torch.Tensor | None:
         """attend's answer in the shape that weights @ value has; None where heads or dtypes are not an attention's."""
-        made, plain = weights.made, _plain(weights)
+        made, plain = weights.made.unchanged(), _plain(weights)
         if not made.grid or value.ndim != plain.ndim or math.prod(plain.shape[:-2]) != math.prod(made.grid):
             return None
         batch = made.grid[0]
@@ -284,7 +331,8 @@ class AttentionCalls(TorchFunctionMode):
         k, v = made.key.reshape(batch, -1, *made.key.shape[-2:]), value.reshape(batch, -1, *value.shape[-2:])
         bias = None
         for b in made.biases:
-            b = b if b.ndim == 4 else b.reshape(batch, -1, *b.shape[-2:])
+            if b.ndim == 3:
+                b = b[None] if len(b) == 1 else b.reshape(batch, -1, *b.shape[-2:])
             bias = b if bias is None else bias + b
 
         def stock(q, k, v):
@@ -294,7 +342,8 @@ class AttentionCalls(TorchFunctionMode):
         narrow = [_narrowed(x, v.dtype) for x in (q, k)]
         if any(x is None for x in narrow):
             return None
-        call = Call(*narrow, v, bias, made.scale, False, stock)
+        eps = max((torch.finfo(b.dtype).eps for b in made.biases if b.is_floating_point()), default=0.0)
+        call = Call(*narrow, v, bias, made.scale, False, stock, eps)
         return self.attend(call).reshape(*plain.shape[:-2], q.shape[2], v.shape[3])
 
     def _torch(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -307,6 +356,7 @@ class AttentionCalls(TorchFunctionMode):
             return func(*args, **kwargs)
         more = {name: given[name] for name in names[3:] if name in given}
         bias = _hiding(~mask) if mask is not None and mask.dtype == torch.bool else mask
+        bias = None if bias is None else _bias(bias, 4)
         scale = given.get("scale") or query.shape[-1] ** -0.5
 
         def stock(q, k, v):

@@ -61,7 +61,7 @@ def known(key: str) -> dict[str, Any] | None:
     """The kept choice: {settings, measured}; None when it was never made or cannot be read."""
     try:
         found = json.loads(_file(key).read_text())
-        return found if {"settings", "measured"} <= found.keys() else None
+        return found if isinstance(found, dict) and {"settings", "measured"} <= found.keys() else None
     except (OSError, ValueError):
         return None
 
@@ -93,8 +93,11 @@ def expected(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def gather(stock: Rollout, learner: Learner, prompts: Callable[[], Prompts]) -> dict[str, Any]:
     """What iteration 0 can tell: seconds of the stock engine, eager, and the linear layers' time in float32 over theirs."""
-    ratio = learner.child.request("float32_time", 600)
-    return {"eager": measure({"eager": stock}, prompts)["eager"], "float32_time": ratio.wait()}
+    learner.child.ask("calls", 3600)  # answered when it has scored what it was given: then nothing else runs
+    return {
+        "eager": measure({"eager": stock}, prompts)["eager"],
+        "float32_time": learner.child.ask("float32_time", 600),
+    }
 
 
 def _label(settings: dict[str, Any]) -> str:
@@ -133,8 +136,12 @@ def decide(
     measured = {_label(best): measure({"it": engine}, prompts)["it"]}
     ruled_out: dict[str, str] = {}
     candidates = [{"dtype": d, "enforce_eager": True} for d in dict.fromkeys([checkpoint.dtype, "float32"])]
+    tried = [best]
     while candidates:
         candidate = candidates.pop(0)
+        if candidate in tried:
+            continue
+        tried.append(candidate)
         why = _ruled_out(candidate, best, measured[_label(best)], gathered, checkpoint.dtype)
         if why:
             ruled_out[_label(candidate)] = why

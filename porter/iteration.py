@@ -121,12 +121,13 @@ def _compare(sampled: tuple[list[dict[str, Any]], list[list[float]]], learner: L
     return pairs.unequal(), len(pairs.rollout)
 
 
-def pruned(plan: Plan, proof: dict[str, tuple[int, int]]) -> Plan | None:
+def pruned(plan: Plan, proof: dict[str, tuple[int, int]], needed: set[str] = frozenset()) -> Plan | None:
     """The plan without the bindings whose drop changed no token; None when every one is needed.
 
+    needed: sites whose drop a whole check refused before.
     A binding that was chosen for speed stays: what it replaces was exact and too slow, which its ladder says.
     """
-    idle = {site for site, (unequal, _) in proof.items() if not unequal}
+    idle = {site for site, (unequal, _) in proof.items() if not unequal} - needed
 
     def kept(b: Binding) -> Binding:
         if b.site not in idle or b.seam != "custom_op":

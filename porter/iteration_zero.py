@@ -54,12 +54,18 @@ def gaps(diagnosis: dict[str, Any]) -> list[str]:
     return [*diagnosis["unplaced"], *(b["site"] for b in diagnosis["bindings"] if b["choice"] == "author")]
 
 
-def profile_of(checkpoint: Checkpoint, rollout_tree: dict[str, Any], learner_tree: list[dict[str, Any]]) -> Profile:
-    """The profile: the checkpoint's facts and the classes of sites of both module trees."""
+def profile_of(
+    checkpoint: Checkpoint, rollout_tree: dict[str, Any], learner_tree: list[dict[str, Any]], read: dict[str, Any]
+) -> Profile:
+    """The profile: the checkpoint's facts and the classes of sites of both module trees.
+
+    read: the learner's configuration object, by which a port later recognises its model.
+    """
     names = ("slug", "architecture", "model_type", "source", "revision", "weights", "dtype", "layers", "parameters")
     facts = {name: getattr(checkpoint, name) for name in names}
     sites = sites_of(rollout_tree, learner_tree)
-    return Profile(name=checkpoint.slug, config=checkpoint.config, notes=tuple(checkpoint.notes), sites=sites, **facts)
+    config = checkpoint.config | {k: v for k, v in read.items() if k in checkpoint.config}
+    return Profile(name=checkpoint.slug, config=config, notes=tuple(checkpoint.notes), sites=sites, **facts)
 
 
 def _start_or_escalate(stock: Rollout) -> None:
@@ -164,7 +170,7 @@ def run(
             ladder.run(rung)
         gathered = ahead.sampled(stock, learner, diagnosis) if ahead else {}
         sides.rollouts.pop("stock").stop()
-        profile = profile_of(checkpoint, recorded["rollout"], treed.wait())
+        profile = profile_of(checkpoint, recorded["rollout"], treed.wait(), learner.facts["config"])
         if ahead:
             ahead.scoring(profile, diagnosis)
         ladder.settle()

@@ -22,7 +22,7 @@ class LearnerServer:
     def load(
         self, progress, path: str, dtype: str, threads: int, port: str = "", allow_remote_code: bool = False
     ) -> dict[str, Any]:
-        """Loads the model; with `port` (an import name on PYTHONPATH) aligns it. Returns versions and threads."""
+        """Loads the model; with `port` (an import name on PYTHONPATH) aligns it. Returns versions, threads, and the configuration as read."""
         began = time.perf_counter()
         import torch
         import transformers
@@ -45,6 +45,7 @@ class LearnerServer:
             "threads": torch.get_num_threads(),
             "layers": self.model.config.get_text_config().num_hidden_layers,
             "parameters": sum(p.numel() for p in self.model.parameters()),
+            "config": transformers_adapter.as_read(self.model.config),
         }
 
     def tree(self, progress) -> list[dict[str, Any]]:

@@ -83,6 +83,7 @@ class Loop:
         self.ahead = Ahead(self.checkpoint, self.sides, self.target.name, self.run.port, self.prompts)
         self.conclusion = Conclusion(self.checkpoint, self.target, self.threads, self.progress)
         sources = render.sources()
+        machine = hardware.device_name(), hardware.cpu_isa()  # another one has other stock kernels
         asked = (
             self.settings.seed,
             self.settings.threads,
@@ -90,7 +91,7 @@ class Loop:
             self.settings.target_ratio,
             self.settings.follow,
         )
-        self.key = digest_of(self.checkpoint.revision, self.checkpoint.dtype, versions(), asked, sources)
+        self.key = digest_of(self.checkpoint.revision, self.checkpoint.dtype, versions(), machine, asked, sources)
 
     def go(self) -> Report:
         """Runs every stage that is not done yet. Raises PorterError; what was done until then stays in `conclusion`."""
@@ -113,7 +114,7 @@ class Loop:
     def prompts(self, purpose: int) -> Prompts:
         """Prompts of one purpose, the same in every run of one seed."""
         config = self.checkpoint.config
-        vocabulary = int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 256))
+        vocabulary = int(config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size", 256))
         return Prompts(self.checkpoint.path, vocabulary, self.settings.seed * 100 + purpose)
 
     def record(self, check: Check) -> None:
@@ -135,6 +136,8 @@ class Loop:
                 folder = self.run.path / "trace-0-modelling"
                 kept = iteration_zero.follow_modelling(self.sides, self.prompts, folder, self.progress, kept)
             self.run.stage_done("iteration-0", self.key, kept)
+        else:
+            kept["gathered"] = {}  # timings of another hour
         known, bindings = self.conclusion, kept["diagnosis"]["bindings"]
         known.stock = Mismatch.model_validate(kept["mismatch"])
         known.stock_positions = PositionSeries.model_validate(kept["positions"])
@@ -185,14 +188,14 @@ class Loop:
         True when the port is at zero; False when a required check failed although no token is unequal.
         """
         skip: dict[str, list[dict[str, Any]]] = {}
-        known = self.conclusion
+        known, larger, needed = self.conclusion, None, set()
         while True:
             plan = known.plan
             self.run.save_json(f"plan-{plan.index}.json", plan)
             render.write(plan, self.run.port)
             proof = self.check(zero["reference"])
             red = known.mismatch.unequal or any(c.status != "pass" for c in known.checks if c.required)
-            smaller = None if red else iteration.pruned(plan, proof)
+            smaller = None if red else iteration.pruned(plan, proof, needed)
             if not red and smaller is None:
                 known.plan = iteration.proved(plan, proof)
                 self._turn(plan.index, known.mismatch, (), "none: zero, and each binding is needed")
@@ -202,15 +205,23 @@ class Loop:
                 self._turn(plan.index, known.mismatch, (), "none: a required check failed, see checks")
                 return False
             culprits, change = (), ladder_words.dropped(plan, smaller)
-            if red:
-                smaller, culprits = self._climb(zero, skip)
-                change = ladder_words.change(smaller)
+            spent = red and not larger and plan.index >= self.settings.max_iterations
+            if red and larger:  # dropped for a proof on few tokens, needed for one of the check's
+                dropped = {b.site for b in larger.installed()} - {b.site for b in plan.installed()}
+                needed |= dropped
+                following, larger = larger.model_copy(update={"index": plan.index + 1}), None
+                change = f"bound again, the check needs them: {', '.join(sorted(dropped))}"
+            elif red:
+                following, culprits = self._climb(zero, skip)
+                change = ladder_words.change(following)
+            else:
+                following, larger = smaller, plan
             self._turn(plan.index, known.mismatch, culprits, change)
-            if red and plan.index >= self.settings.max_iterations:
+            if spent:
                 hint = "raise --max-iterations, or look at the culprits in report.md"
                 raise BudgetSpent(f"{plan.index} iterations and not done", hint)
             self.sides.stop_all(keep=(FASTEST,))
-            known.plan, known.checks = smaller, []
+            known.plan, known.checks = following, []
 
     def _climb(self, zero: dict[str, Any], skip: dict[str, list[dict[str, Any]]]) -> tuple[plans.Plan, tuple]:
         """Culprits on the aligned sides; their present rung is refuted, the ladder is climbed again without it."""

@@ -17,7 +17,7 @@ from porter.kernels import engine_attention
 
 Entrant = Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
 """w -> (x -> y): what is done once for a weight, and then for every call."""
-COLD = 1 << 26  # bytes of weights that no cache holds: a decode step finds none of them there
+COLD = 1 << 26  # bytes of weights, more than a core's own caches hold: a decode step finds none of them there
 MOST = 128  # copies: a weight of a few kilobytes stays in a cache
 ROUNDS = 7
 ROWS = (1, 16, 256)  # one stream, a decode batch, prefill
@@ -41,8 +41,7 @@ def stock_gemm(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _in_float32(w: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    wide = w.float()
-    return lambda x: functional.linear(x, wide)  # a float32 engine has x in float32 already
+    return stock_gemm(w.float())  # a float32 engine has x in float32 already
 
 
 def _times(weights: list[torch.Tensor], entrants: list[Entrant]) -> list[dict[Entrant, float]]:

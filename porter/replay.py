@@ -126,6 +126,9 @@ class Replay:
                 self.unplaced.append(name)  # else it is one class on both sides: code between the sites
         with torch.no_grad(), replaced_forwards(forwards), attention_function(self.model, self._attention):
             logits = self.model(input_ids=torch.tensor(self.ids)[None], use_cache=False).logits[0]
+        layers = len({e.name for e in self.attention})
+        if self.calls < layers:
+            self.unplaced.append(f"attention: {self.calls} calls of the learner recognised, {layers} on the rollout")
         if self.head:
             rows, columns = self.logits.outputs[0].shape
             own = logits[:rows, :columns].contiguous()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,6 +70,11 @@ def tree(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def as_read(config: Any) -> dict[str, Any]:
+    """A configuration's plain values as its class keeps them: an option that another one turns off reads as None."""
+    return {k: v for k, v in vars(config).items() if v is None or isinstance(v, int | float | bool | str)}
+
+
 @contextmanager
 def attention_function(model: nn.Module, function: Callable):
     """Routes the model's attention through `function(original, module, q, k, v, mask, **kwargs)` for a while.
@@ -100,6 +106,17 @@ def attention_function(model: nn.Module, function: Callable):
         made, _ = function(written, inside[-1], call.query, call.key, call.value, call.visible(), **told)
         return made.transpose(1, 2)
 
+    def watch(own: Callable) -> Callable:
+        """What an aligned learner's attention does, seen as stock attention is."""
+
+        def attend_by_it(call: Call) -> torch.Tensor:
+            def stock(q, k, v):
+                return own(replace(call, query=q, key=k, value=v))
+
+            return attend(replace(call, stock=stock))
+
+        return attend_by_it
+
     def left(module, args, output) -> None:
         inside.pop()
 
@@ -107,6 +124,8 @@ def attention_function(model: nn.Module, function: Callable):
     for module in model.modules():
         hooks.append(module.register_forward_pre_hook(lambda m, args: inside.append(m)))
         hooks.append(module.register_forward_hook(left, always_call=True))
+        if hasattr(type(module), "zm_attention"):
+            module.zm_watch = watch
     AttentionInterface.register(CAPTURE, routed)
     AttentionMaskInterface.register(CAPTURE, ALL_MASK_ATTENTION_FUNCTIONS[stock if stock != "eager" else "sdpa"])
     model.set_attn_implementation(CAPTURE)
@@ -117,6 +136,8 @@ def attention_function(model: nn.Module, function: Callable):
         model.set_attn_implementation(stock)
         for hook in hooks:
             hook.remove()
+        for module in model.modules():
+            vars(module).pop("zm_watch", None)
 
 
 @contextmanager
